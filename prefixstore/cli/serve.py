@@ -228,6 +228,11 @@ def _serve_model(
             f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
         ) from error
     if model is not None:
+        if settings.model:
+            raise InvalidParameterError(
+                f"--model cannot be used with a file that sets {next(iter(settings.model))} in [model]: "
+                "leave out --model, and name the model in [model] path of the file"
+            )
         # the server loads it last: wrong options, and a port in use, are told before
         settings = Config(path=model_file(model, is_read=False), store=settings.store)
         command = ["--model", str(settings.path), *command]

@@ -48,44 +48,44 @@ class ComputeRate:
         if n_tokens >= SMALLEST_BATCH:
             self.token_seconds = _mean(self.token_seconds, seconds / n_tokens)
 
-    def restored(self, n_pages: int, seconds: float) -> None:
+    def restored(self, n_pages: float, seconds: float) -> None:
         """Note that pages were restored."""
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
-    def captured(self, n_copies: int, seconds: float) -> None:
+    def captured(self, n_copies: float, seconds: float) -> None:
         """Note that pages were copied out of the context. Once may be a pause; twice in a row is slow."""
         last, self._last_copy = self._last_copy, seconds / n_copies
         if last is not None:
             self.copy_seconds = min(last, self._last_copy)
 
-    def captures_along(self, page_tokens: int, n_copies: int = 1) -> bool:
+    def captures_along(self, page_tokens: int, n_copies: float = 1) -> bool:
         """Whether each page of so many tokens is captured while a prompt is computed; if not, that would delay it."""
         if self.token_seconds is None or self.copy_seconds is None:
             return True
         return self.copy_seconds * n_copies <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
 
-    def late(self, pages: Sequence[Page], seconds: float, n_copies: int | None = None) -> None:
+    def late(self, pages: Sequence[Page], seconds: float, n_copies: float | None = None) -> None:
         """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""
         if self.token_seconds is not None:
             seconds = self.token_seconds * sum(page.n_tokens for page in pages)
             seconds *= 1.0 if self.page_seconds is None else LATE_SLOWDOWN
         self.restored(n_copies or len(pages), seconds)
 
-    def is_worth(self, n_tokens: int, n_pages: int) -> bool:
+    def is_worth(self, n_tokens: int, n_pages: float) -> bool:
         """Whether restoring `n_pages` is expected to take little longer than computing the `n_tokens` they save."""
         if self._saves(self.page_seconds, n_pages, n_tokens):
             return True
         self._skipped += 1
         return self._skipped % RETRY_EVERY == 0
 
-    def is_worth_capturing(self, n_tokens: int, n_copies: int) -> bool:
+    def is_worth_capturing(self, n_tokens: int, n_copies: float) -> bool:
         """Whether capturing tokens in so many copies is expected to take little longer than computing them did."""
         if self._saves(self.copy_seconds, n_copies, n_tokens):
             return True
         self._not_captured += 1
         return self._not_captured % RETRY_EVERY == 0
 
-    def _saves(self, seconds: float | None, n: int, n_tokens: int) -> bool:
+    def _saves(self, seconds: float | None, n: float, n_tokens: int) -> bool:
         """Whether `n` times so many seconds are little more than computing the tokens takes, as far as is known."""
         if self.token_seconds is None or seconds is None:
             return True

@@ -70,8 +70,6 @@ class Hook:
     ----------
     reads
         Whether prompts are restored from the store; a session can turn that off.
-    writes
-        Whether anything is captured.
     n_evaluated
         How many tokens this ``Llama`` has evaluated since it was attached.
     sessions

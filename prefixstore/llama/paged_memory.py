@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer, released_on_error
+from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
 from prefixstore.engine.index import Page
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.format.record import Buffer
@@ -57,9 +57,9 @@ class PagedMemory(ContextMemory):
         """
         return self.is_on_gpu and self.seen is None and self.shape is not None and self.shape.is_transposed
 
-    def n_copies(self, n_pages: int) -> int:
-        """How often a page could be copied in the time that so many take, which may be copied together."""
-        return n_pages + COPIES_TOGETHER * self.copies_together
+    def n_copies(self, n_tokens: int, page_tokens: int) -> float:
+        """How often a page could be copied in the time that so many tokens take, which may be copied together."""
+        return n_tokens / page_tokens + COPIES_TOGETHER * self.copies_together
 
     def is_shared(self) -> bool:
         """Whether sequence 1, through which pages are copied, is in use."""
@@ -122,7 +122,8 @@ class PagedMemory(ContextMemory):
             for i, (start, end) in enumerate(ranges):
                 rest = ranges[i:]
                 if len(rest) > 1 and self.copies_together and self.shape_is_own:
-                    together = copy(start, rest[-1][1], self.scratch.acquire)
+                    # a pool of its own: so much memory is not kept
+                    together = copy(start, rest[-1][1], BufferPool(limit=None).acquire)
                     if isinstance(together, PooledBuffer):
                         return _cut(together, rest, acquire, accept)
                 taken = copy(start, end, acquire)
@@ -243,7 +244,8 @@ class PageLoader:
         assert shape is not None  # a page fits it
         positions = np.arange(self._pages[0].start, self._pages[n - 1].end, dtype="<i4")
         joined = Assembly(shape, [positions] * len(shape.sections))
-        buffer = self._memory.scratch.acquire(joined.size)
+        # a pool of its own: so much memory is not kept
+        buffer = BufferPool(limit=None).acquire(joined.size)
         assert buffer is not None  # this pool is unbounded
         return joined, buffer
 

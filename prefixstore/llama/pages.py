@@ -14,6 +14,7 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.engine.source import Admit, Look
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import PAGE, Tokens
+from prefixstore.llama.binding import running_completion
 from prefixstore.llama.capture import Capture, Place
 from prefixstore.llama.context import Context
 from prefixstore.llama.paged_memory import Missing, PagedMemory, PageLoader
@@ -50,10 +51,20 @@ class PageStrategy(Strategy):
         lineage = self.context.lineage
         if lineage.n // lineage.page_tokens == before // lineage.page_tokens:
             return False
-        # what is not captured now is captured when the completion ends, unless its rows are overwritten before
-        return self._memory.overwrites_window or self.context.rate.captures_along(
-            lineage.page_tokens, self._memory.n_copies(1)
-        )
+        return not self._waits_for_the_end()
+
+    def _waits_for_the_end(self) -> bool:
+        """Whether pages are captured when the completion ends: on a GPU that would delay its first token."""
+        context, memory = self.context, self._memory
+        step = context.lineage.page_tokens
+        # rows of a window may be overwritten before; and what is evaluated by hand has no end that is seen
+        if not memory.is_on_gpu or memory.overwrites_window or not running_completion(context.llm):
+            return False
+        if context.rate.captures_along(step, memory.n_copies(step, step)):
+            return False
+        # then all of it has to fit into the queue
+        n_waiting = context.lineage.n - (len(self._known[0]) if self._known is not None else 0)
+        return memory.largest(n_waiting) < context.parameters.queue_bytes / 2
 
     def before_leaving(self) -> None:
         """Capture the tail: a completion that was aborted has not saved it."""
@@ -75,22 +86,25 @@ class PageStrategy(Strategy):
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
         if not wanted:
             return 0
-        n_tokens, n_copies = wanted[-1][1] - wanted[0][0], self._memory.n_copies(len(wanted))
-        if not wait and not context.rate.is_worth_capturing(n_tokens, n_copies):
+        n_tokens = wanted[-1][1] - wanted[0][0]
+        n_copies = self._memory.n_copies(n_tokens, lineage.page_tokens)
+        if self._memory.is_on_gpu and not wait and not context.rate.is_worth_capturing(n_tokens, n_copies):
             self._n_slow = len(wanted)
             self._warn_once()
             return 0
         to = Capture(engine, self.place, Form(), context.rate.compute_us, context.parameters, wait=wait)
         n_taken, losses = 0, engine.losses
-        started = time.perf_counter()
+        started, handing_over = time.perf_counter(), 0.0
 
         def add(start: int, end: int, buffer: PooledBuffer) -> None:
-            nonlocal n_taken
-            n_taken += 1
+            nonlocal n_taken, handing_over
+            n_taken, began = n_taken + 1, time.perf_counter()
             to.add(lineage.tokens[start:end], lineage.parent(start // lineage.page_tokens), start, buffer, PAGE)
+            handing_over += time.perf_counter() - began
 
         try:
             missing = self._memory.take(wanted, to.acquire, add)
+            copying = time.perf_counter() - started - handing_over
         finally:
             # after an error or a Ctrl-C, too: what was copied is good
             n_submitted = to.submit().n
@@ -102,11 +116,12 @@ class PageStrategy(Strategy):
             start, end = wanted[n_taken]
             if missing is Missing.INCOMPLETE and end % lineage.page_tokens == 0:
                 lineage.gone.add(lineage.keys()[start // lineage.page_tokens])
-        seconds = time.perf_counter() - started
-        engine.counters.time("capture", seconds)
-        # a few tokens at the end are copied sooner than a page
-        if n_taken and not wait and wanted[n_taken - 1][1] - wanted[0][0] >= lineage.page_tokens:
-            context.rate.captured(self._memory.n_copies(n_taken), seconds)
+        engine.counters.time("capture", time.perf_counter() - started)
+        if n_taken and not wait:
+            n_tokens = wanted[n_taken - 1][1] - wanted[0][0]
+            # a few tokens take little, but for what each copy takes
+            if n_tokens >= lineage.page_tokens:
+                context.rate.captured(self._memory.n_copies(n_tokens, lineage.page_tokens), copying)
         return n_submitted
 
     def _warn_once(self) -> None:
@@ -114,7 +129,9 @@ class PageStrategy(Strategy):
         is_transposed = self._memory.shape is not None and self._memory.shape.is_transposed
         hint = ": pass flash_attn=True, since llama.cpp copies each channel of V by itself without it"
         if not self._has_warned:
-            log.warning("short prompts take longer to capture than to compute%s", hint if is_transposed else "")
+            log.warning(
+                "short prompts take longer to copy from the GPU than to compute%s", hint if is_transposed else ""
+            )
         self._has_warned = True
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
@@ -180,7 +197,11 @@ class PageStrategy(Strategy):
 
     def _is_worth(self, pages: Sequence[Page], n_tokens: int) -> bool:
         """Whether restoring pages is expected to be faster than computing the `n_tokens` that they save."""
-        return self.context.rate_of(pages).is_worth(n_tokens, self._memory.n_copies(len(pages)))
+        return self.context.rate_of(pages).is_worth(n_tokens, self._copies_of(len(pages)))
+
+    def _copies_of(self, n_pages: int) -> float:
+        step = self.context.lineage.page_tokens
+        return self._memory.n_copies(n_pages * step, step)
 
     def path(self, tokens: Tokens, limit: int) -> Path:
         rows, at_end = self._rows(tokens), self._at_end(tokens, limit)
@@ -225,10 +246,10 @@ class PageStrategy(Strategy):
         if is_late and is_kept:
             rate = context.far_rate if n_good >= n_near else context.rate
             seconds = (time.perf_counter() - started) / (n_good + 1)
-            rate.late(pages[n_good : n_good + 1], seconds, self._memory.n_copies(1))
+            rate.late(pages[n_good : n_good + 1], seconds, self._copies_of(1))
         elif n_good <= n_near < len(pages) and is_kept:
             # the first of the pages that are far has not come
-            context.far_rate.restored(self._memory.n_copies(1), time.perf_counter() - started)
+            context.far_rate.restored(self._copies_of(1), time.perf_counter() - started)
         if not is_kept and first + n_good:
             # the live prefix went with what was rejected: load it too, and verify each page before it is copied
             pages = path[: first + n_good]
@@ -238,7 +259,7 @@ class PageStrategy(Strategy):
             return False
         seconds = time.perf_counter() - started
         rate = context.far_rate if n_near < n_good else context.rate
-        rate.restored(self._memory.n_copies(n_good), seconds)
+        rate.restored(self._copies_of(n_good), seconds)
         context.count_restore(max(context.llm.n_tokens - live, 0), seconds, pages[:n_good])
         return True
 

@@ -217,6 +217,8 @@ def run(location: Locations, options: Sequence[str], *, config: Config | None = 
         given = [name for name in ModelSettings.model_fields if getattr(arguments, name) is not None]
         if config is not None and given:
             raise InvalidParameterError(f"--{given[0]} cannot be used with --config: set it in [model] of the file")
+        # llama_cpp.server would serve what that names instead
+        os.environ.pop("CONFIG_FILE", None)
         # a port that is in use is told before the model is loaded
         with bound(served.host, served.port) as sockets:
             app = create_app(location, config=config, server_settings=served, model_settings=models, **store_options)

@@ -5,6 +5,8 @@ No GPU is needed: what is tested is what the store does when it finds copying sl
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import llama_cpp
 import pytest
 
@@ -100,12 +102,34 @@ def test_a_prompt_is_captured_after_its_answer_where_that_would_delay_it(slow):
     assert store.match(TOKENS).n_tokens == len(TOKENS)
 
 
-def test_what_was_evaluated_and_not_captured_is_when_the_context_moves_on(slow):
+def test_a_completion_that_is_aborted_is_captured_when_the_context_moves_on(slow):
     llm, store = slow
-    llm.eval(TOKENS)
+    chunks = llm(TOKENS, max_tokens=4, temperature=0, stream=True)
+    next(chunks)
+    chunks.close()
     assert store.stats().pages_captured == 0
     answer(llm, prompt(PAGE, seed=1), 1)
     assert store.match(TOKENS).n_tokens == len(TOKENS)
+
+
+def test_what_is_evaluated_by_hand_is_captured_at_once_since_no_end_is_seen(slow):
+    llm, store = slow
+    llm.eval(TOKENS)
+    assert store.match(TOKENS).n_tokens == len(TOKENS) // PAGE * PAGE
+
+
+def test_a_prompt_that_is_larger_than_the_queue_is_captured_along(slow, gpu, monkeypatch):
+    llm, store = slow
+    answer(llm, TOKENS, 1)
+    hook = store._current
+    size = hook.context.memory.largest(2 * PAGE)
+    monkeypatch.setattr(hook.context, "parameters", replace(hook.context.parameters, queue_bytes=2 * size))
+    answer(llm, LONG, 1)
+    assert store.match(LONG).n_tokens == len(LONG)
+    chunks = llm(prompt(400, seed=3), max_tokens=2, temperature=0, stream=True)
+    captured = store.stats().pages_captured
+    next(chunks)
+    assert store.stats().pages_captured > captured
 
 
 def test_what_takes_longer_to_capture_than_to_compute_is_dropped_and_said(slow, monkeypatch, caplog):

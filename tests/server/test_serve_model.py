@@ -17,12 +17,14 @@ from prefixstore.cli import main
         (["--model", "m.gguf", "--salt-from", "api-key"], "--salt-from is for llama-server"),
         (["--model", "m.gguf", "--max-waiting", "3"], "--max-waiting is for llama-server"),
         (["--model", "m.gguf", "--server", "http://127.0.0.1:1"], "--server is for llama-server"),
+        (["--model", "m.gguf", "--config", "c.toml"], "sets n_ctx in [model]: leave out --model"),
         (["--model", "missing.gguf"], "prefixstore: model file not found: missing.gguf"),
     ],
 )
 def test_wrong_usage_is_told(arguments, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.gguf").touch()
+    (tmp_path / "c.toml").write_text("[model]\nn_ctx = 1024\n")
     assert main(["serve", "kv", *arguments]) == 2
     assert says in capsys.readouterr().err
 
