@@ -20,6 +20,7 @@ from benchmarks.common import SHARED, load, model_path, prompt_tokens, ratio, se
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.buffers import BufferPool
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -29,7 +30,6 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.stats import Counters
 
 PAGE_TOKENS = 256
 N_PAGES = 16

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from prefixstore.backends.keys import Key
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
+from prefixstore.counters import Counters, Kind
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.invariants import Violation
@@ -22,7 +23,6 @@ from prefixstore.errors import ClosedError, InvalidParameterError, MisuseError, 
 from prefixstore.format.figures import History
 from prefixstore.parameters import Parameters
 from prefixstore.results import Stats
-from prefixstore.stats import Counters, Kind
 from prefixstore.units import parse_target
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # A place imports only from those before it. A place is a folder, or a module at the top.
 PLACES = """
-errors units buffers stats results format backends engine traces testing parameters opening models llama store
+errors units buffers counters results format backends engine traces testing parameters opening models llama store
 sessions config warming maintenance metrics diagnosis report server demo prefixstore cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 

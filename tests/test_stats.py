@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import prefixstore
+from prefixstore.counters import HISTOGRAMS, Counters, Kind
 from prefixstore.engine.pending import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
 from prefixstore.results import Stats
-from prefixstore.stats import HISTOGRAMS, Counters, Kind
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -19,6 +19,7 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, iso, print_all, say, table_of
+from prefixstore.counters import OTHERS, short
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import Figures, History
@@ -28,7 +29,6 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import OTHERS, short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["Screen", "hottest", "stats", "top"]

@@ -18,7 +18,7 @@ from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, MissingExtraError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace

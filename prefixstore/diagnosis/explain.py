@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixstore.config import explain as explain_settings
+from prefixstore.counters import Kind
 from prefixstore.diagnosis.explanation import EvictedPage, Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page, Path
+from prefixstore.engine.page import Page, Path
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens, common_prefix, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Kind
 from prefixstore.warming.prompts import Problem, Prompt, PromptLike, encode
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from prefixstore.engine.hazards import (
     level,
     use_level,
 )
-from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
+from prefixstore.engine.page import Page
 from prefixstore.engine.policy import MOST_COUNTED, Ghosts, Leaves, Policy, Ranks
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from prefixstore.backends.threads import start_thread
-from prefixstore.engine.index import Page
+from prefixstore.counters import Counters
+from prefixstore.engine.page import Page
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import checksum
-from prefixstore.stats import Counters
 
 __all__ = ["LOCAL_PATIENCE", "CircuitBreaker", "probe"]
 

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from prefixstore.counters import Counters
 from prefixstore.engine.eviction import Victim
-from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.located import Prompt, Waiting
+from prefixstore.engine.page import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Damage, Deferred, DropReason, Outdated, PendingPage, Use
@@ -21,7 +22,6 @@ from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.format.record import CLOCK_SLACK, Record
-from prefixstore.stats import Counters
 
 __all__ = ["Catalog"]
 

@@ -18,7 +18,7 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.eviction import Victim
-from prefixstore.engine.index import Page, is_same, later
+from prefixstore.engine.page import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared

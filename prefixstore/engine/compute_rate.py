@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 
 __all__ = ["SMALLEST_BATCH", "ComputeRate", "RestoreDeadline"]
 

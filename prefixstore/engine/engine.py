@@ -17,6 +17,7 @@ from functools import partial
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork, release_interrupted_frames
 from prefixstore.backends.threads import Threads, close_soon, handed_over
+from prefixstore.counters import Counters
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker, probe
 from prefixstore.engine.budget import Budget
@@ -25,8 +26,8 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.importing import Importer
-from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.page import Page, Path
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared, Tap
@@ -44,7 +45,6 @@ from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.results import SessionCounts, TierStats
-from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
 

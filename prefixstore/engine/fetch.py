@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from prefixstore.backends.threads import Lent
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.engine.source import Admit, Given, LateError, Look, ShapeError, Source, SourceReader
 from prefixstore.errors import StorageError
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.index import is_same
+from prefixstore.engine.page import is_same
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import siblings_of

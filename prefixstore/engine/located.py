@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixstore.engine.index import Page, Path, shared_tokens
+from prefixstore.engine.page import Page, Path, shared_tokens
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record

@@ -14,8 +14,8 @@ from queue import Empty
 from typing import Concatenate, ParamSpec, TypeVar
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.engine.index import Page, Path, in_order
 from prefixstore.engine.located import Located, Prompt, Waiting
+from prefixstore.engine.page import Page, Path, in_order
 from prefixstore.engine.page_view import View
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.trie import Entry

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
+from prefixstore.counters import Counters
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import PrefixStoreError, StorageError
 from prefixstore.format.keys import Tokens, page_key
-from prefixstore.stats import Counters
 
 __all__ = ["BYPASSED", "Guard", "bypassing", "is_bypassed", "miss_reason"]
 

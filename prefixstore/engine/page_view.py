@@ -18,8 +18,8 @@ import numpy as np
 from prefixstore.backends import contract
 from prefixstore.backends.keys import HEADER, key_of
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
+from prefixstore.engine.page import shared_tokens
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from prefixstore.backends.threads import Threads
+from prefixstore.counters import Counters
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.format.keys import Tokens
-from prefixstore.stats import Counters
 
 __all__ = ["Part", "Shared", "Tap"]
 

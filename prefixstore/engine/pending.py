@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use

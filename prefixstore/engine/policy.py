@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
+from prefixstore.engine.page import Page
 from prefixstore.format.record import MOST_USES
 
 __all__ = ["MOST_COUNTED", "Counting", "Ghosts", "Leaves", "Ordering", "Policy", "Ranks"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.format.record import Buffer
 
 __all__ = ["RamTier"]

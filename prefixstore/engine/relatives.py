@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.engine.page_view import View, tokens_of
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from prefixstore.counters import Kept
 from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
@@ -19,7 +20,6 @@ from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import NOTE, History
-from prefixstore.stats import Kept
 
 __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 

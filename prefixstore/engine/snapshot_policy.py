@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.index import Page, shared_tokens
 from prefixstore.engine.located import Located
+from prefixstore.engine.page import Page, shared_tokens
 from prefixstore.engine.page_view import View
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record

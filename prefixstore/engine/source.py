@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from prefixstore.backends.threads import Answer
 from prefixstore.buffers import BufferPool, PooledBuffer
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.page import Page, is_same
 from prefixstore.engine.page_view import View
 from prefixstore.engine.part import Part, Shared
 from prefixstore.errors import (

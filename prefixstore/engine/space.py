@@ -15,8 +15,8 @@ import numpy as np
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.eviction import ALL, KEPT, Cause, Eviction, Group, Victim, Victims
-from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
+from prefixstore.engine.page import Page
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import fewer, retried

@@ -25,8 +25,8 @@ from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.page import Page, Path
 from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source

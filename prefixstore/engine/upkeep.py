@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Deleter
-from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.page import Page, Path
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import retried

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from prefixstore.counters import DAY, OTHERS, Kept
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
-from prefixstore.stats import DAY, OTHERS, Kept
 
 __all__ = ["NOTE", "Figures", "History"]
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.index import Path
+from prefixstore.counters import Kind
 from prefixstore.engine.miss import Guard
+from prefixstore.engine.page import Path
 from prefixstore.errors import (
     IncompatibleError,
     InvalidParameterError,
@@ -24,7 +25,6 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.opening import Locations, OpenLocation, open_engine
 from prefixstore.parameters import Parameters
 from prefixstore.results import LastPrompt, PromptMeter
-from prefixstore.stats import Kind
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import llama_cpp
 import numpy as np
 
+from prefixstore.counters import Kind
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page
 from prefixstore.engine.miss import BYPASSED, is_bypassed
+from prefixstore.engine.page import Page
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
@@ -23,7 +24,6 @@ from prefixstore.llama.lineage import Lineage, Unknown
 from prefixstore.llama.watch import Watch
 from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
-from prefixstore.stats import Kind
 
 __all__ = ["Context"]
 

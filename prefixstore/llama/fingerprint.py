@@ -23,12 +23,12 @@ from weakref import WeakKeyDictionary
 import llama_cpp
 import numpy as np
 
+from prefixstore.counters import Kind
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.binding import adapter_of, library, lora_of, model_of, pointer_of
 from prefixstore.llama.kv_memory import kind_of, streams_of
 from prefixstore.models.file import file_digest, file_identity, model_parts, read_gguf, settings_of_model
-from prefixstore.stats import Kind
 
 __all__ = [
     "CONTEXT_SETTINGS",

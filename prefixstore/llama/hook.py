@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 from llama_cpp.llama import LlamaState
 
+from prefixstore.counters import Kind
 from prefixstore.engine.compute_rate import SMALLEST_BATCH
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import BYPASSED, Guard
@@ -52,7 +53,6 @@ from prefixstore.llama.strategy import Strategy
 from prefixstore.models.file import model_name
 from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
-from prefixstore.stats import Kind
 
 if TYPE_CHECKING:
     from prefixstore.sessions.sessions import Sessions

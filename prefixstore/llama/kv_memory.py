@@ -18,12 +18,12 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
+from prefixstore.counters import Kind
 from prefixstore.errors import ContextError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.binding import model_of, pointer_of, set_end
 from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, SHORT_PAGE, Window
 from prefixstore.llama.state.shape import StateShape
-from prefixstore.stats import Kind
 
 __all__ = [
     "END",

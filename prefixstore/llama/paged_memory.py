@@ -22,7 +22,7 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.kv_memory import END, SCRATCH, SEQUENCE, WHOLE, Acquire, ContextMemory

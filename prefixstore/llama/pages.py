@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from prefixstore.buffers import PooledBuffer
+from prefixstore.counters import Kind
 from prefixstore.engine.fetch import Deadline, States
-from prefixstore.engine.index import Page, Path
+from prefixstore.engine.page import Page, Path
 from prefixstore.engine.source import Admit, Look
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import PAGE, Tokens
@@ -20,7 +21,6 @@ from prefixstore.llama.context import Context
 from prefixstore.llama.paged_memory import Missing, PagedMemory, PageLoader
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.strategy import Strategy
-from prefixstore.stats import Kind
 
 __all__ = ["PageStrategy"]
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prefixstore.engine.compute_rate import ComputeRate, RestoreDeadline
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens
 from prefixstore.format.record import Buffer

@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.index import Path
+from prefixstore.counters import Kind
+from prefixstore.engine.page import Path
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.llama.binding import needs_evaluation, token_kinds
@@ -27,7 +28,6 @@ from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.strategy import Strategy
 from prefixstore.models.boundaries import explicit_boundaries, prompt_boundaries
-from prefixstore.stats import Kind
 
 __all__ = ["SnapshotStrategy"]
 

@@ -7,15 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from prefixstore.engine.index import Page, Path
+from prefixstore.counters import Kind
 from prefixstore.engine.miss import miss_reason
+from prefixstore.engine.page import Page, Path
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.capture import Place
 from prefixstore.llama.context import Context
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.restore import Restore, of_sequence
 from prefixstore.llama.state.form import Form
-from prefixstore.stats import Kind
 
 __all__ = ["ATTEMPTS", "Strategy"]
 

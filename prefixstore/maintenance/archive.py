@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, closing
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.keys import Key, Keys
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Removed, beginning_with, subtree
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.page import Page
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.relatives import with_descendants
@@ -29,7 +30,6 @@ from prefixstore.format.record import Facts, Record
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one, read_facts
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters
 from prefixstore.units import counted, parse_bytes, parse_seconds, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.engine.page_view import View
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from prefixstore.engine.importing import Imported
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.page import Page, is_same
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.maintenance.archive import Archive
 from prefixstore.store import PrefixStore
 

@@ -6,9 +6,9 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from prefixstore.counters import SECONDS_BUCKETS
 from prefixstore.errors import InvalidParameterError
 from prefixstore.metrics.stores import OTHER, import_prometheus
-from prefixstore.stats import SECONDS_BUCKETS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -9,9 +9,9 @@ from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from prefixstore.counters import Histogram
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from prefixstore.stats import Histogram
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

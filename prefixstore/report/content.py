@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from prefixstore.counters import DAY
 from prefixstore.engine.page_view import View
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.format.figures import NOTE, Figures, History
@@ -28,7 +29,6 @@ from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, read_
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
-from prefixstore.stats import DAY
 
 __all__ = ["BEGIN", "Content", "content_of", "html_of"]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prefixstore.counters import Kind
 from prefixstore.errors import (
     ContextError,
     InvalidParameterError,
@@ -32,7 +33,6 @@ from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.find_process import running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
 from prefixstore.server.slot_file import STATE_VERSION, SlotFile, SlotLayout
-from prefixstore.stats import Kind
 
 if TYPE_CHECKING:
     from prefixstore.engine.compute_rate import ComputeRate

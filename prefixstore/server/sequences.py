@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.buffers import BufferPool
+from prefixstore.counters import Kind
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.miss import Guard, miss_reason
 from prefixstore.errors import ContextError, CorruptError, InvalidParameterError, MisuseError
@@ -50,7 +51,6 @@ from prefixstore.llama.state.shape import PAIR, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 from prefixstore.parameters import Parameters
 from prefixstore.server.model_settings import YARN_DEFAULTS, yarn_factor
-from prefixstore.stats import Kind
 from prefixstore.store import PrefixStore
 
 __all__ = ["StoredSequences", "sequence_cache"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixstore.config import explain_of_model
+from prefixstore.counters import Counters, Kind
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
@@ -29,7 +30,6 @@ from prefixstore.server.find_process import running_process
 from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored, wrong_directory
-from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
 

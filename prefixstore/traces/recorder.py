@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from prefixstore.backends.threads import caller
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, page_key
 from prefixstore.units import parse_bytes, shown

@@ -13,16 +13,16 @@ import numpy as np
 
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.index import Path
+from prefixstore.engine.page import Path
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
-from prefixstore.stats import Counters
 from prefixstore.traces.read import Event, Trace
 from prefixstore.units import shown
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.index import Path
+from prefixstore.engine.page import Path
 from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.store import PrefixStore

@@ -12,6 +12,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -21,7 +22,6 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
-from prefixstore.stats import Counters
 from tests.attacks import in_child
 from tests.attacks.exporting import sealed_entry
 from tests.support.models import TORTURE

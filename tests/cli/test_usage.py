@@ -20,10 +20,10 @@ import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
 from prefixstore.cli.stats import Screen, hottest
+from prefixstore.counters import DAY
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import read_facts
-from prefixstore.stats import DAY
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import fill, space

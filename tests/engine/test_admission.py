@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 
+from prefixstore.counters import Counters
 from prefixstore.engine.adaptive_policy import Mode
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
@@ -13,7 +14,6 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.stats import Counters
 from tests.support.engines import NS, MemoryPages, P, Store
 
 

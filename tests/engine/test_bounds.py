@@ -13,7 +13,7 @@ import pytest
 
 from prefixstore.engine import eviction as eviction_module
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from tests.support.engines import NS, A, MemoryPages, P, Store, entry

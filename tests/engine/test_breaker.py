@@ -8,11 +8,11 @@ from contextlib import closing, contextmanager
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.counters import Counters
 from prefixstore.engine import breaker as module
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
-from prefixstore.stats import Counters
 from tests.support.engines import MIB, MemoryPages, Store
 from tests.support.faults import FlakyBackend
 

@@ -11,8 +11,8 @@ import pytest
 from prefixstore.engine.adaptive_policy import Access, Adaptive, Duel, Mode
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.hazards import AGES, CLASSES
-from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
+from prefixstore.engine.page import Page
 from prefixstore.traces.replay import InEngine
 
 NS = b"n" * 32

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixstore import stats as stats_module
+from prefixstore import counters as counters_module
+from prefixstore.counters import DAY, OTHERS, short
 from prefixstore.engine.keyspace import everything
 from prefixstore.format.figures import DAYS_KEPT, NOTE, Figures, History
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.saved_state import pack_state, unpack_state
-from prefixstore.stats import DAY, OTHERS, short
 from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
 from tests.support.places import opened
 
@@ -26,7 +26,7 @@ TODAY = int(NOW // DAY)
 def clock(monkeypatch):
     """The time by which counters count, to be set."""
     found = SimpleNamespace(now=NOW)
-    monkeypatch.setattr(stats_module, "time", SimpleNamespace(time=lambda: found.now))
+    monkeypatch.setattr(counters_module, "time", SimpleNamespace(time=lambda: found.now))
     return found
 
 
@@ -179,7 +179,7 @@ def test_of_more_namespaces_than_there_may_be_those_of_the_first_days_and_with_l
 
 
 def test_what_cannot_be_written_is_bounded_in_memory(monkeypatch):
-    monkeypatch.setattr(stats_module, "MOST_WAITING", 100)
+    monkeypatch.setattr(counters_module, "MOST_WAITING", 100)
     with store_of() as store:
         for n in range(200):
             ask(store, 1, namespace=key_of(n))

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
+from prefixstore.counters import Counters
 from prefixstore.engine.miss import Guard
 from prefixstore.errors import UnavailableError
-from prefixstore.stats import Counters
 
 
 def test_a_guard_counts_and_logs_a_fault_and_ends_the_block(caplog):

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.page import Page
 from prefixstore.engine.ram import ENTRY_BYTES, RamTier
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
+from prefixstore.counters import Counters
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
@@ -16,7 +17,6 @@ from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import Counters
 from tests.support import PATIENCE, keys_of
 from tests.support.engines import (
     MIB,

@@ -15,7 +15,7 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page, Path
+from prefixstore.engine.page import Page, Path
 from prefixstore.engine.relatives import siblings_of
 from prefixstore.engine.tiers import FarEngine
 from prefixstore.format.record import Usage

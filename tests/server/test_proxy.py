@@ -19,8 +19,8 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.cli import main
+from prefixstore.counters import short
 from prefixstore.maintenance.archive import Archive
-from prefixstore.stats import short
 from tests.support.llama_server import Running, binary
 from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
 from tests.support.timeouts import wait_for

@@ -12,6 +12,7 @@ import numpy as np
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.buffers import BufferPool
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -20,7 +21,6 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
-from prefixstore.stats import Counters
 from tests.support import keys_of
 from tests.support.timeouts import wait_for
 

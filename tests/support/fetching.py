@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import numpy as np
 
 from prefixstore.buffers import BufferPool
+from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.keys import as_tokens, page_key
-from prefixstore.stats import Counters
 from tests.support.engines import NS, MemoryPages, P
 
 __all__ = ["SIZE", "P", "forging", "state_of", "store_of"]

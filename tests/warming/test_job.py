@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.counters import Kind
 from prefixstore.errors import MisuseError
 from prefixstore.llama.hook import Hook
-from prefixstore.stats import Kind
 from prefixstore.warming.job import estimate, warm
 from tests.support import ROOT
 from tests.support.models import answer, logits, prompt
