@@ -284,17 +284,23 @@ def one_system_prompt() -> list[list[int]]:
     ids=["documents", "one system prompt"],
 )
 def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, scheme):
-    running = start_two(models, tmp_path, prompts, scheme, pause=0.01)
-    ends = [told(process)[-1] for process in running]
-    evaluated = [end["evaluated"] for end in ends]
     unique = unique_tokens(prompts)
-    # what both need at the same moment is computed twice
-    assert unique <= sum(evaluated) <= 1.5 * unique
+    # what both need at the same moment is computed twice: all of it if they happen to begin at one prompt
+    for directory in (tmp_path / str(i) for i in range(6)):
+        directory.mkdir()
+        running = start_two(models, directory, prompts, scheme, pause=0.01)
+        ends = [told(process)[-1] for process in running]
+        evaluated = [end["evaluated"] for end in ends]
+        assert unique <= sum(evaluated) <= 2 * unique
+        if sum(evaluated) <= 1.5 * unique:
+            break
+    else:
+        pytest.fail("they never divided the work")
     # both did a share, whichever started first
     assert min(evaluated) > 0
     assert [end["unstored"] for end in ends] == [[], []]
     llm = llama()
-    with PrefixStore(location_in(tmp_path, scheme), llm) as store:
+    with PrefixStore(location_in(directory, scheme), llm) as store:
         assert holds_all(store, prompts)
 
 
