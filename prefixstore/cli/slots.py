@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefixstore.cli import options
 from prefixstore.cli.command import Result
+from prefixstore.cli.files import chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, fields, listed, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
@@ -18,8 +20,6 @@ from prefixstore.units import counted, format_bytes, format_share
 if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
     from prefixstore.server.slots import SlotStore
-from prefixstore.cli import options
-from prefixstore.cli.files import chat_in, text_in
 
 __all__ = ["erase", "restore", "save", "status"]
 

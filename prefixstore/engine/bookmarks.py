@@ -170,6 +170,8 @@ class Bookmarks(Part):
         """
         with self._lock:
             asked = dict(self._pending)
+        if not asked:
+            return
         # asked after these were set: the pages of a bookmark are captured before
         may_be_whole_later = self._catalog.waits_beside(batch)
         made: dict[tuple[bytes, str], BookmarkChange] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -41,7 +42,7 @@ class ComputeRate:
         self.copy_seconds: float | None = None
         self._last_copy: float | None = None
         # restores and captures that were not tried
-        self._skipped = self._not_captured = 0
+        self._skipped = Counter[str]()
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that a batch was evaluated."""
@@ -73,23 +74,20 @@ class ComputeRate:
 
     def is_worth(self, n_tokens: int, n_pages: float) -> bool:
         """Whether restoring `n_pages` is expected to take little longer than computing the `n_tokens` they save."""
-        if self._saves(self.page_seconds, n_pages, n_tokens):
-            return True
-        self._skipped += 1
-        return self._skipped % RETRY_EVERY == 0
+        return self._is_worth("restores", self.page_seconds, n_pages, n_tokens)
 
     def is_worth_capturing(self, n_tokens: int, n_copies: float) -> bool:
         """Whether capturing tokens in so many copies is expected to take little longer than computing them did."""
-        if self._saves(self.copy_seconds, n_copies, n_tokens):
-            return True
-        self._not_captured += 1
-        return self._not_captured % RETRY_EVERY == 0
+        return self._is_worth("captures", self.copy_seconds, n_copies, n_tokens)
 
-    def _saves(self, seconds: float | None, n: float, n_tokens: int) -> bool:
-        """Whether `n` times so many seconds are little more than computing the tokens takes, as far as is known."""
+    def _is_worth(self, what: str, seconds: float | None, n: float, n_tokens: int) -> bool:
+        """Whether `n` times so many seconds is little more than computing takes; one in 64 is tried anyway."""
         if self.token_seconds is None or seconds is None:
             return True
-        return seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN
+        if seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
+            return True
+        self._skipped[what] += 1
+        return self._skipped[what] % RETRY_EVERY == 0
 
     def seconds_of(self, pages: Sequence[Page], live: int, end: int) -> list[float]:
         """Seconds to compute what each of some pages holds of the tokens from `live` up to `end`.

@@ -138,7 +138,7 @@ class Victims:
         self._spared: set[bytes] = set()
 
     def lowest(self) -> Victim | None:
-        """The lowest leaf, as it is stored now, until it is deleted or spared; None when there are no more."""
+        """The lowest leaf as stored now, the same until it is deleted or spared; None if no leaf is left."""
         while True:
             if self._left == 0:
                 self._read()

@@ -133,7 +133,7 @@ class Encoder:
     Raises
     ------
     InvalidParameterError
-        If there is no such codec or level.
+        If the codec or level does not exist.
     """
 
     MEASURED_EVERY = 64

@@ -32,9 +32,6 @@ from prefixstore.llama.state.view import Assembly, zeros
 
 __all__ = ["Missing", "PageLoader", "PagedMemory"]
 
-# what copying pages together takes beyond their bytes, in copies of a page: 0.3 s and 15 ms on an H100 and an 8B
-COPIES_TOGETHER = 20
-
 
 class Missing(Enum):
     """Why a page cannot be taken."""
@@ -56,10 +53,6 @@ class PagedMemory(ContextMemory):
         Of a window, llama.cpp would write only the last rows.
         """
         return self.is_on_gpu and self.seen is None and self.shape is not None and self.shape.is_transposed
-
-    def n_copies(self, n_tokens: int, page_tokens: int) -> float:
-        """How often a page could be copied in the time that so many tokens take, which may be copied together."""
-        return n_tokens / page_tokens + COPIES_TOGETHER * self.copies_together
 
     def is_shared(self) -> bool:
         """Whether sequence 1, through which pages are copied, is in use."""
@@ -113,20 +106,14 @@ class PagedMemory(ContextMemory):
         if llama_cpp.llama_n_seq_max(ctx) > 1:
             plain = None
         with self._lent(mem) if plain is None else contextlib.nullcontext():
-
-            def copy(start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
-                if plain is None:
-                    return self._copy_alone(mem, start, end, acquire)
-                return self._copy_beside(ctx, mem, start, end, plain, acquire)
-
             for i, (start, end) in enumerate(ranges):
                 rest = ranges[i:]
                 if len(rest) > 1 and self.copies_together and self.shape_is_own:
                     # a pool of its own: so much memory is not kept
-                    together = copy(start, rest[-1][1], BufferPool(limit=None).acquire)
+                    together = self._copy_rows(start, rest[-1][1], plain, BufferPool(limit=None).acquire)
                     if isinstance(together, PooledBuffer):
                         return _cut(together, rest, acquire, accept)
-                taken = copy(start, end, acquire)
+                taken = self._copy_rows(start, end, plain, acquire)
                 if isinstance(taken, Missing):
                     return taken
                 if not self.shape_is_own:
@@ -170,6 +157,13 @@ class PagedMemory(ContextMemory):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
             yield
             self._give_back(mem)
+
+    def _copy_rows(self, start: int, end: int, plain: StateShape | None, acquire: Acquire) -> PooledBuffer | Missing:
+        """The rows of these positions: beside the other cells if they are `plain`, else alone, while cells are lent."""
+        ctx, mem = self._pointers()
+        if plain is None:
+            return self._copy_alone(mem, start, end, acquire)
+        return self._copy_beside(ctx, mem, start, end, plain, acquire)
 
     def _copy_alone(self, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
         """The page written as sequence 0, which has no other cells."""

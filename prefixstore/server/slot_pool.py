@@ -210,7 +210,7 @@ class SlotPool:
         return sum(slot.is_busy for slot in self.slots)
 
     def idle(self, wanted: int | None = None) -> list[PoolSlot]:
-        """The slots that nobody uses; with `wanted`, no other than that one."""
+        """Idle slots; only `wanted`, if it is given."""
         slots = self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
         return [slot for slot in slots if not slot.is_busy]
 
