@@ -105,10 +105,8 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "## The agent trace (471 requests, 110,554 tokens in prompts) through the trained model",
         "",
         *paragraph(
-            """One completion of one token for each request, on one `Llama`, in the order of the trace. `LlamaDiskCache`
-            writes a whole state, with the scores of a batch, for each request, and removes an entry when it is hit: at
-            the end it has one entry, the last. To be able to serve all requests again it would have to keep everything
-            that it has written."""
+            """One completion of one token for each request, on one `Llama`, in the order of the trace. At the end
+            `LlamaDiskCache` has one entry, the last."""
         ),
         *table(
             [

@@ -17,7 +17,7 @@ import numpy as np
 from llama_cpp.llama_cache import LlamaRAMCache
 
 from benchmarks.common import CACHE, load
-from benchmarks.tables import milliseconds, paragraph, table
+from benchmarks.tables import megabytes, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 from prefixstore.testing.models import TINY, write_model
 
@@ -107,16 +107,11 @@ def run() -> dict[str, Any]:
             figures["prefixstore"] = converse(llm, lambda store=store: store.stats().tokens_computed)
             store.flush()
             stats = store.stats()
-            snapshots = sum(page.form for page in store.engine.lookups.pages())
-            tokens = sum(page.n_tokens for page in store.engine.lookups.pages() if not page.form)
         results[arch] = {
             "kind": stats.kind,
             "turns": figures,
-            # where a prompt may diverge from what is stored: anywhere, or at a snapshot
-            "positions": snapshots or tokens,
             "stored_bytes": stats.bytes_stored,
             "ram_bytes": held,
-            "ram_positions": len(ram.cache_state),
         }
     return results
 
@@ -128,36 +123,18 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""{TURNS} turns of {NEW_TOKENS} tokens after a system prompt of {SYSTEM_TOKENS}; the context is emptied
-            before each prompt. Time to the first token, medians of turns 2 to {TURNS}; in parentheses the tokens
-            evaluated for it. A recurrent memory cannot step back, so the stock cache, which keeps it as it was at the
-            end of a turn, computes all of a regenerated or edited turn again. Positions: where a later prompt may
-            diverge from what is stored; anywhere in pages, otherwise at each snapshot."""
+            before each prompt. Time to the first token, medians of turns 2 to {TURNS}, and in parentheses the tokens
+            evaluated for it: cold; with `LlamaRAMCache`; with prefixstore."""
         ),
     ]
-    head = ["model", "step", "cold", "LlamaRAMCache", "prefixstore"]
+    systems = ["cold", "LlamaRAMCache", "prefixstore"]
     rows = []
     for arch, figures in result.items():
+        row = [f"{arch} ({KINDS[arch]}): {figures['kind']}"]
         for step in STEPS:
-            row = [f"{arch} ({KINDS[arch]})", step]
-            for system in head[2:]:
-                turns = figures["turns"][system][step][1:]
-                seconds = statistics.median(turn["seconds"] for turn in turns)
-                row.append(f"{milliseconds(seconds)} ({statistics.median(turn['tokens'] for turn in turns):.0f})")
-            rows.append(row)
-    lines += table(head, rows)
-    head = ["model", "kind", "stored", "positions", "bytes per position", "LlamaRAMCache holds", "per position"]
-    rows = []
-    for arch, figures in result.items():
-        stored, held = figures["stored_bytes"], figures["ram_bytes"]
-        rows.append(
-            [
-                arch,
-                figures["kind"],
-                f"{stored / 1e6:.1f} MB",
-                f"{figures['positions']:,}",
-                f"{stored / figures['positions']:,.0f}",
-                f"{held / 1e6:.1f} MB",
-                f"{held / figures['ram_positions']:,.0f}",
-            ]
-        )
-    return lines + table(head, rows)
+            turns = [figures["turns"][system][step][1:] for system in systems]
+            seconds = (milliseconds(statistics.median(turn["seconds"] for turn in each)) for each in turns)
+            tokens = (f"{statistics.median(turn['tokens'] for turn in each):.0f}" for each in turns)
+            row.append("; ".join(f"{took} ({n})" for took, n in zip(seconds, tokens, strict=True)))
+        rows.append([*row, "; ".join(megabytes(figures[of]) for of in ("ram_bytes", "stored_bytes"))])
+    return lines + table(["model", *STEPS, "LlamaRAMCache; prefixstore hold"], rows)

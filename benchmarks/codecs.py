@@ -238,7 +238,7 @@ def section(result: dict[str, Any]) -> list[str]:
         f"""Pages of {PAGE_TOKENS} tokens. MB/s are of the state, not of what is stored; unpacked by one thread and by
         {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, with the file in memory ("warm") and with
         none of it there ("cold"); in parentheses its speed relative to raw pages in the same round; medians.
-        The codec that `auto` chooses is marked. Higher levels, which gain next to nothing, are in `latest.json`."""
+        The codec that `auto` chooses is marked."""
     )
     rows = []
     for name, figures in result.items():

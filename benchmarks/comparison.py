@@ -183,15 +183,28 @@ def section(result: dict[str, Any] | None) -> list[str]:
     """The figures as Markdown."""
     if result is None:
         return []
-    lines = ["## Beside the other caches", "", *paragraph(ABOUT), *paragraph(HOW), *paragraph(READ)]
-    lines += paragraph(losses(result))
+    lines = ["## Beside the other caches", "", *paragraph(ABOUT), *paragraph(READ)]
+    cells = [is_lost(found) for by_workload in result.values() for found in by_workload.values()]
+    lines += paragraph(
+        f"""In {sum(cells)} of {len(cells)} cells, marked with an asterisk, another cache had a lower median after the
+        restart than {LMDB_RAW}."""
+    )
     for model, by_workload in result.items():
         lines += [f"### {model}: {MODELS[model].title}", "", f"![Time to the first token, {model}]({plot(model)})", ""]
         costs = [("what it costs", spent)] if model == "1B" else []  # of the others they are alike, and in latest.json
         for first, cell in (("after the restart", waited), *costs):
             head = [first, *(WORKLOADS[name] for name in by_workload)]
             caches = list(next(iter(by_workload.values())))
-            rows = [[cache, *(cell(found[cache]) for found in by_workload.values())] for cache in caches]
+            rows = [
+                [
+                    cache,
+                    *(
+                        cell(found[cache]) + " \\*" * (cell is waited and cache == LMDB_RAW and is_lost(found))
+                        for found in by_workload.values()
+                    ),
+                ]
+                for cache in caches
+            ]
             lines += table(head, rows)
     return lines
 
@@ -212,49 +225,28 @@ def spent(figures: dict[str, Any]) -> str:
     return f"{milliseconds(lost)}; {written}; {megabytes(figures['disk_bytes'])}; {rss}; {differing}"
 
 
-ABOUT = """Four seeded workloads on three models, with every cache in the same run. *Many users*: one system prompt,
-and users who ask in turns, each with a conversation of their own after it. *A long chat*: one conversation.
-*Documents*: a system prompt, three of six documents in the order in which they were found, and a question. *Agent*:
-the session of the agent trace with the longest prompt (for 8B one of at most 1,000 tokens, and its last 24 requests).
-Each cell is two processes: one starts with an empty cache, and ends; the next continues with what the first has left,
-with 4 to 16 requests. Their numbers and tokens, and the figures with an empty cache, are in `latest.json`."""
+ABOUT = """Four seeded workloads on three models. *Many users*: one system prompt, and users who ask in turns. *A long
+chat*: one conversation. *Documents*: a system prompt, three of six documents in varying order, and a question. *Agent*:
+a session of the agent trace. Each cell is two processes: one starts with an empty cache, and ends; the next continues
+with what the first has left, with 4 to 16 requests. *No cache* is what llama-cpp-python does by itself. *State files*
+are what a careful user writes by hand, by `llama_state_save_file` and `llama_state_load_file`: they verify nothing,
+make nothing durable, serve one process, and are never evicted. `LlamaDiskCache` removes an entry when it is hit."""
 
-HOW = """*No cache* is what llama-cpp-python does by itself: what the context still holds of a prompt is not computed
-again. *State files* are what a careful user writes by hand: after each completion one `llama_state_save_file`,
-renamed into place, and before each the file with the longest common prefix is loaded by `llama_state_load_file`. It
-verifies nothing, makes nothing durable, serves one process, and never evicts; it is the strongest peer here.
-`LlamaDiskCache` removes an entry when it is hit, and so has one at a time."""
-
-READ = """After the restart: time to the first token of the first request; p50, p95 of all (of so few the slowest);
-tokens evaluated. What it costs, over both phases: the foreground's time for each request (lookup, restore and
-saving); bytes written to files; blocks on the disk at the end; peak RSS of the larger process, with the mapped pages
-of LMDB's file; greedy answers that differ from those without a cache ([design.md](design.md), point 4). Files are in
-the system's memory in all cells. The same work took up to 1.5 times as long in one process as in the next on this
-machine, whatever the cache: of two cells that are closer than that, neither is faster. Tokens evaluated and bytes do
-not vary."""
+READ = """After the restart: time to the first token of the first request; p50, p95 of all; tokens evaluated. What it
+costs, over both phases: the foreground's time for each request; bytes written to files; blocks on the disk at the end;
+peak RSS of the larger process, with the mapped pages of LMDB's file; greedy answers that differ from those without a
+cache. Files are in the system's memory. The same work took up to 1.5 times as long in one process as in the next: of
+two cells that are closer than that, neither is faster."""
 
 
 def plot(model: str) -> str:
     return f"plots/first-token-{model}.png"
 
 
-def losses(result: dict[str, Any]) -> str:
-    """The cells in which another cache had the shorter wait after the restart."""
-    lost, cells = [], 0
-    for model, by_workload in result.items():
-        for name, found in by_workload.items():
-            cells += 1
-            ours = found[LMDB_RAW]["warm"]["seconds"]["p50"]
-            peers = {cache: found[cache]["warm"]["seconds"]["p50"] for cache in found if cache not in OURS}
-            best = min(peers, key=peers.__getitem__)
-            if peers[best] < ours:
-                lost.append(f"{WORKLOADS[name].lower()}, {model} ({best}: {peers[best] / ours:.2f} of its time)")
-    if not lost:
-        return (
-            f"After the restart no other cache had a lower median than prefixstore (LMDB, raw) in any of {cells} cells."
-        )
-    return f"""After the restart another cache had a lower median than prefixstore (LMDB, raw) in {len(lost)} of {cells}
-        cells: {"; ".join(lost)}."""
+def is_lost(found: dict[str, Any]) -> bool:
+    """Whether another cache had the shorter wait after the restart, by the median."""
+    seconds = {cache: each["warm"]["seconds"]["p50"] for cache, each in found.items()}
+    return min(seconds[cache] for cache in found if cache not in OURS) < seconds[LMDB_RAW]
 
 
 def waits(phase: dict[str, Any]) -> str:

@@ -323,19 +323,15 @@ def section(found: dict[str, Any]) -> list[str]:
         if "not_run" in each:
             reasons.setdefault(each["not_run"], {})[name] = None
     about = f"LMCache {', '.join(sorted(versions))}" if versions else "LMCache"
+    beside = f" In a run of its own, beside {found['beside']}." if "beside" in found else ""
     lines = paragraph(
         f"""{about} on the same values: {found["chunks"]} chunks of {found["chunk_bytes"]:,} bytes, K and V of
         {found["page_tokens"]} tokens each, into the same server and back, in turns. LMCache: its `RemoteBackend`
-        with the connector that the URL names, with its defaults, from and into its own memory on the CPU; nothing is
-        verified, and it gives up after 10 s. prefixstore: lookup, and each page verified and copied, without a
-        context and a deadline. Lookup; lookup and values (GB/s; fewer tokens, where it gave up); written: until the
-        server has acknowledged the last value. LMCache's client of object storage has a server of the same kind to
-        itself; it remembers which objects there are, and looks up without asking."""
+        with the connector that the URL names, with its defaults; nothing is verified, and it gives up after 10 s.
+        prefixstore: lookup, and each page verified and copied. Lookup; lookup and values (GB/s; fewer tokens, where it
+        gave up); written. LMCache's client of object storage remembers which objects there are, and looks up without
+        asking.{beside}"""
     )
-    if "beside" in found:
-        lines += paragraph(
-            f"""Measured in a run of its own, beside {found["beside"]}: compare the clients with each other."""
-        )
     lines += table(["line", "server", *clients], rows)
     for reason, names in reasons.items():
         lines += paragraph(f"Not run: {'; '.join(names)}. Reason: {reason}.")

@@ -162,10 +162,8 @@ def section(result: dict[str, Any]) -> list[str]:
         "## A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
         "",
         *paragraph(
-            """Foreground time for saving each turn, and what is held at the end. `LlamaDiskCache` keeps one entry,
-            since a hit removes it: it serves one conversation, as far as its last turn. State files: one
-            `llama_state_save_file` for each turn, with the previous turn's file deleted; the whole state is written
-            each time, without a flush of the disk."""
+            """Foreground time for saving each turn, and what is held at the end. `LlamaDiskCache` keeps one entry.
+            State files: one for each turn, and the previous one is deleted."""
         ),
         "![What saving a turn costs](plots/saving.png)",
         "",

@@ -44,9 +44,8 @@ def section(result: dict[str, Any] | None) -> list[str]:
         for policy in result[traces[0]]["hits"]
     ]
     lines += table(head, rows)
-    for trace, found in result.items():
-        lines += paragraph(f"{trace.capitalize()}: {_summary(found['hits'], found['written'])}")
-    return lines
+    told = (f"{trace.capitalize()}: {_summary(found['hits'], found['written'])}" for trace, found in result.items())
+    return lines + paragraph(" ".join(told))
 
 
 def _summary(hits: dict[str, dict[str, float]], written: dict[str, dict[str, float]]) -> str:
@@ -57,6 +56,6 @@ def _summary(hits: dict[str, dict[str, float]], written: dict[str, dict[str, flo
         for capacity in CAPACITIES
     )
     first = CAPACITIES[0]
-    return f"""where `adaptive` is furthest behind the best of the others except Belady, it is
-        behind by {max(behind, 0):.4f} (goal: 0.003). At {float(first):.0%} it writes
+    return f"""`adaptive` is behind the best of the others except Belady by at most
+        {max(behind, 0):.4f} (goal: 0.003). At {float(first):.0%} it writes
         {written["adaptive"][first]:.1%} of all requested blocks (goal: 25 %), `lru` {written["lru"][first]:.1%}."""

@@ -193,11 +193,8 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""The model has the shape of Llama 3 8B; all of it and of its KV memory is on the GPU, unless said
-            otherwise. Medians of {ROUNDS} rounds. States that were restored, and the logits after them, are those
-            that were computed, bit for bit. The limit is one `llama_state_seq_set_data` of the same state. Such a GPU
-            computes so fast that copying counts: what is computed is captured when the completion has ended, and only
-            if that takes no longer than computing did. Without flash attention llama.cpp copies each channel of V by
-            itself, some 0.3 s however few tokens there are: pages are copied together there."""
+            otherwise. Medians of {ROUNDS} rounds. The limit is one `llama_state_seq_set_data` of the same state. Why
+            copying counts there: [design.md](design.md#what-llamacpp-does-measured-llama-cpp-python-0336), point 10."""
         ),
         *table(head, rows),
     ]

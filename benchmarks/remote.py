@@ -47,8 +47,6 @@ GEOMETRIES = {
     "1B": Geometry({}, 4096),
     "8B": Geometry({"n_layer": 32, "n_head_kv": 8, "head_dim": 128}, 2048),
 }
-# of the prompt that tells what a restore takes whatever its length
-SHORT = 512
 HERE = "no line"
 LINES = {
     HERE: None,
@@ -219,10 +217,9 @@ def over(
     tokens: list[int],
     rounds: int,
     token_seconds: float,
-) -> tuple[dict[str, list[Took]], dict[str, list[Took]], str | None]:
-    """Every place that is reached over a line, in turns: the prompt, and its beginning; and what the line is."""
+) -> tuple[dict[str, list[Took]], str | None]:
+    """Every place that is reached over a line, in turns; and what the line is."""
     took: dict[str, list[Took]] = {}
-    short: dict[str, list[Took]] = {}
     kind = None
     with ExitStack() as stack:
         stores: dict[str, PrefixStore] = {}
@@ -242,10 +239,7 @@ def over(
         for _ in range(rounds):
             for name, store in stores.items():
                 took.setdefault(name, []).append(restore(llm, tokens, store, token_seconds))
-                if len(tokens) > SHORT + 1:
-                    brief = restore(llm, tokens[: SHORT + 1], store, token_seconds)
-                    short.setdefault(name, []).append(brief)
-    return took, short, kind
+    return took, kind
 
 
 def in_front(
@@ -323,22 +317,11 @@ def beside_lmcache(
     return {"chunks": n, "chunk_bytes": chunks.chunk_bytes, "page_tokens": chunks.page_tokens, "lines": results}
 
 
-def break_even(short: float, n_short: int, long: float, n_long: int, token_seconds: float) -> float | None:
-    """From how many tokens on a restore is faster than computing; None for never.
-
-    From the seconds that restores of two lengths have taken, and those that computing one token takes.
-    """
-    each = (long - short) / (n_long - n_short)
-    once = max(short - each * n_short, 0.0)
-    return once / (token_seconds - each) if each < token_seconds else None
-
-
 def figures(
     took: dict[str, list[Took]],
     computing: float,
     n_tokens: int,
     n_bytes: int,
-    short: dict[str, list[Took]] | None = None,
 ) -> dict[str, Any]:
     """What is reported of one line."""
     found: dict[str, Any] = {}
@@ -354,11 +337,6 @@ def figures(
         }
         if "LMDB" in took:
             found[name]["of_lmdb"] = ratio([one.restore for one in took["LMDB"]], restores)
-        if short and name in short and restored == n_tokens:
-            brief = statistics.median(one.restore for one in short[name])
-            found[name]["break_even_tokens"] = break_even(
-                brief, SHORT, statistics.median(restores), n_tokens, computing / n_tokens
-            )
     return found
 
 
@@ -390,10 +368,10 @@ def run_geometry(
             print(f"  {name}, {line_name} ...", file=sys.stderr, flush=True)
             line = LINES[line_name]
             count = number(line_name)
-            took, short, kind = over(line, found, llm, tokens, count, token_seconds)
+            took, kind = over(line, found, llm, tokens, count, token_seconds)
             told = results["lines"][line_name] = {
                 "rounds": count,
-                "places": figures(took, results["computing"]["p50"], n_tokens, results["bytes"], short),
+                "places": figures(took, results["computing"]["p50"], n_tokens, results["bytes"]),
             }
             if kind is not None:
                 told["line"] = kind
@@ -434,13 +412,8 @@ def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     # a run before there were several models
     models = result.get("models") or {"1B": result}
-    lines = ["## Locations on other machines", "", *_explained(models)]
-    for name, found in models.items():
-        if len(models) > 1:
-            n_bytes = megabytes(found["bytes"])
-            lines += [f"### {name}", "", *paragraph(f"{found['tokens']:,} tokens, {n_bytes} of raw pages.")]
-        lines += _table(found, list(found["lines"]) if found is next(iter(models.values())) else [HERE])
-        lines += _shares(found)
+    lines = ["## Locations on other machines", "", *_explained(models), *_table(models), *_shares(models)]
+    for found in models.values():
         lines += _tiers(found)
         if "connectors" in found:
             lines += connectors.section(found["connectors"])
@@ -448,64 +421,48 @@ def section(result: dict[str, Any]) -> list[str]:
 
 
 def _explained(models: dict[str, Any]) -> list[str]:
-    some = next(iter(models.values()))
-    measured = [line for each in models.values() for line in each["lines"].values()]
-    rounds = " or ".join(sorted({str(line["rounds"]) for line in measured}))
     kinds = sorted({line.get("line", "proxy") for each in models.values() for name, line in each["lines"].items()
                     if name != HERE})  # fmt: skip
-    size = f"{some['tokens']:,} tokens ({megabytes(some['bytes'])} of raw pages)" if len(models) == 1 else "A prompt"
+    sizes = (
+        f"""{name}: {found["tokens"]:,} tokens, {megabytes(found["bytes"])}, which take
+        {milliseconds(found["computing"]["p50"])} to compute"""
+        for name, found in models.items()
+    )
     return paragraph(
-        f"""{size}, flash attention, and one token more, of
-        which the first token of an answer follows. Restore: lookup and pages, by a store that stays open. Relative
-        to computing: the time to the first token, of the time that computing the whole prompt takes; a store that
-        gives up has the rest computed, and that varies by a tenth from round to round. So the cost of giving up is
-        told apart: what the restore has taken beyond what computing the restored tokens takes, of the whole (goal: at
-        most {MOST - 1:.2f}). Medians of {rounds} rounds in turns. The servers are on this machine, with
-        their defaults and warm caches. Lines: {"; ".join(kinds)}. A proxy of the benchmark passes on so many bits per
-        second in each direction, with 50 ms longer round trips where that is said (but connecting takes no longer). A
-        restore is worth it for a model that computes fewer tokens per second than that column says, for prompts from
-        the length on that the last one says: of this model, on this machine."""
+        f"""A prompt, raw pages, flash attention, and one token more, of which the first token of an answer follows
+        ({"; ".join(sizes)}). Each cell: the restore with its lookup, by a store that stays open; the time to the first
+        token relative to computing the whole prompt; the tokens restored, if not all. A store that gives up has the
+        rest computed, and the cost of that is told apart: what the restore has taken beyond what computing the restored
+        tokens takes, of the whole (goal: at most {MOST - 1:.2f}). The servers are on this machine, with warm caches.
+        Lines: {"; ".join(kinds)}: so many bits per second in each direction, and 50 ms longer round trips where that is
+        said."""
     )
 
 
-def _table(found: dict[str, Any], lines: list[str]) -> list[str]:
-    rows = [["", COMPUTING, "", milliseconds(found["computing"]["p50"]), "1", "", "", "", "", ""]]
-    for line in lines:
-        for name, each in found["lines"][line]["places"].items():
-            rate = each["bytes_per_second"]
-            rows.append(
-                [
-                    *(line, name, *_taken(each, found)),
-                    met(rate / 1e9, RATES[name]) if line == HERE and name in RATES else f"{rate / 1e9:.3f}",
-                    f"{each['restored_tokens'] / each['restore']['p50']:,.0f}",
-                    _length(each),
-                ]
-            )
-    return table(
-        [
-            "line",
-            "location",
-            "restore",
-            "to the first token",
-            "relative to computing",
-            "cost",
-            "tokens restored",
-            "GB/s",
-            "tokens per second",
-            "worth it from",
-        ],
-        rows,
-    )
+def _table(models: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for found in models.values() for line in found["lines"].values()
+                               for name in line["places"]))  # fmt: skip
+    rows = [
+        [f"{model}, {line}", *(_cell(measured["places"].get(name), found) for name in names)]
+        for model, found in models.items()
+        for line, measured in found["lines"].items()
+        if line == HERE or model == next(iter(models))
+    ]
+    return table(["model, line", *names], rows)
+
+
+def _cell(each: dict[str, Any] | None, found: dict[str, Any]) -> str:
+    return "; ".join(filter(None, _taken(each, found))) if each else ""
 
 
 def _taken(each: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """What a restore and the first token have taken, what it has cost, and the tokens restored."""
+    n = each["restored_tokens"]
     return [
         milliseconds(each["restore"]["p50"]),
-        milliseconds(each["first_token"]["p50"]),
         f"{each['of_computing']:.2f}",
         _cost(each, found),
-        f"{each['restored_tokens']:,}",
+        "" if n == found["tokens"] else f"{n:,} tokens",
     ]
 
 
@@ -514,29 +471,29 @@ def _cost(each: dict[str, Any], found: dict[str, Any]) -> str:
     cost = each["restore"]["p50"] / found["computing"]["p50"] - each["restored_tokens"] / found["tokens"]
     if cost <= 0:
         return ""
-    return f"{cost:.3f}" if cost <= MOST - 1 else met(cost, MOST - 1, at_most=True)
+    return f"cost {cost:.3f}" if cost <= MOST - 1 else "cost " + met(cost, MOST - 1, at_most=True)
 
 
-def _length(each: dict[str, Any]) -> str:
-    if "break_even_tokens" not in each:
-        return ""
-    n = each["break_even_tokens"]
-    return "never" if n is None else f"{n:,.0f} tokens" if n >= 1 else "any length"
-
-
-def _shares(found: dict[str, Any]) -> list[str]:
-    shares = {
-        name: met(each["of_lmdb"], SHARES[name]) if name in SHARES else f"{each['of_lmdb']:.2f}"
-        for name, each in found["lines"].get(HERE, {"places": {}})["places"].items()
-        if name != "LMDB" and "of_lmdb" in each
-    }
-    said = f"Speed of a restore relative to LMDB's: {', '.join(f'{name} {of}' for name, of in shares.items())}."
-    return paragraph(said) if shares else []
+def _shares(models: dict[str, Any]) -> list[str]:
+    """The goals of restores from servers without a line: GB/s, and the speed relative to LMDB's."""
+    lines = []
+    for model, found in models.items():
+        told = []
+        for name, each in found["lines"].get(HERE, {"places": {}})["places"].items():
+            rate = each["bytes_per_second"] / 1e9
+            shown = met(rate, RATES[name]) if name in RATES else f"{rate:.2f}"
+            if name != "LMDB" and "of_lmdb" in each:
+                of = each["of_lmdb"]
+                shown += f" and {met(of, SHARES[name]) if name in SHARES else f'{of:.2f}'}"
+            told.append(f"{name} {shown}")
+        if told:
+            lines += paragraph(f"{model}, no line, GB/s and speed relative to LMDB's: {'; '.join(told)}.")
+    return lines
 
 
 def _tiers(found: dict[str, Any]) -> list[str]:
     rows = [
-        [line, f"LMDB, {far}", *("; ".join(filter(None, _taken(states[state], found))) for state in STATES)]
+        [line, f"LMDB, {far}", *(_cell(states[state], found) for state in STATES)]
         for line, measured in found["lines"].items()
         for far, states in measured.get("tiers", {}).items()
     ]
@@ -545,8 +502,7 @@ def _tiers(found: dict[str, Any]) -> list[str]:
     return [
         *paragraph(
             """A location of this machine in front: while it is empty, when it has kept what came, and when the far one
-            stops answering without a word, for the first prompt after that. Restore; to the first token; relative to
-            computing; cost, if there is one; tokens restored."""
+            stops answering without a word, for the first prompt after that."""
         ),
         *table(["line", "locations", *STATES], rows),
     ]

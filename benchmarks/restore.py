@@ -85,6 +85,8 @@ def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     rows = []
     for name, figures in result.items():
+        if name.endswith(", encrypted"):
+            continue  # see the section about encryption
         seconds, share = figures["seconds"], figures["of_limit"]
         context, codec = name.split(", ")
         goal = 0.9 if context == "flash attention" else 0.75
@@ -116,11 +118,8 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             """The limit is one `llama_state_seq_set_data` of the same state from a warm buffer; `Llama.load_state` is
-            what the stock caches call. All three are timed in turns, medians of 15 rounds; a share is the median of the
-            rounds' ratios. `auto` leaves pages raw in a file that the system keeps in memory; `planes` saves
-            15 % of the bytes and costs the time to unpack them on two cores. Pages of 256 tokens alone, without a
-            checksum, are loaded at 0.77-0.85 of the limit with flash attention and at 0.70-0.79 with V transposed:
-            see [design.md](design.md), what llama.cpp does, point 8."""
+            what the stock caches call. In turns, medians of 15 rounds; a share is the median of the rounds' ratios.
+            `auto` leaves pages raw in a file that the system keeps in memory."""
         ),
         *table(head, rows),
     ]

@@ -357,9 +357,8 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             """Pages with payloads of 64 bytes, in conversations of ten pages; each figure is from a process of its own.
-            `benchmarks/scale.py` defines them, and takes any number of pages. Lookups: 2,560 tokens that this process
-            has not looked up before, and 32,000 that it has. Memory: all of the process before the first eviction. The
-            evicting insert is the median of those after the first."""
+            Lookups: 2,560 tokens that this process has not looked up before, and 32,000 that it has. Memory: all of the
+            process before the first eviction."""
         ),
         *table(
             ["backend", "pages", "open", "first lookup", "lookup, new", "lookup, known", "memory", "evicting insert"],

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.common import CACHE, summary, tree_bytes
 from benchmarks.servers import LLAMA_SERVER, Asked, Server, Words, ask, llama_server, started, turn
-from benchmarks.tables import megabytes, milliseconds, paragraph, table
+from benchmarks.tables import megabytes, paragraph, table
 from prefixstore.testing.models import Shape, write_model
 
 SLOTS, SLOT_TOKENS = 4, 20_480
@@ -132,12 +132,12 @@ NAMES = {
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
-OURS = "prefixstore serve"
+OURS, FILES = "prefixstore serve", "llama-server, slot files"
 # by name: its own options, of llama-server
 PEERS: dict[str, tuple[str, ...]] = {
     "llama-server, --cache-ram 0": ("--cache-ram", "0"),
     "llama-server": (),
-    "llama-server, slot files": ("--slot-save-path", "{kept}"),
+    FILES: ("--slot-save-path", "{kept}"),
     OURS: (),
 }
 
@@ -244,40 +244,45 @@ def section(result: dict[str, Any] | None) -> list[str]:
     """The figures as Markdown: the rows where another server is faster first."""
     if result is None:
         return []
-    rows = []
-    for kind, workloads in result.items():
-        for workload, found in workloads.items():
-            for phase in found[OURS]["phases"]:
-                each = {name: figures["phases"][phase] for name, figures in found.items()}
-                best = min(one["p50"] for name, one in each.items() if name != OURS)
-                row = [f"{kind}, {workload}, {phase}", *(milliseconds(one["p50"]) for one in each.values())]
-                rows.append(
-                    (best / each[OURS]["p50"], [*row, ", ".join(f"{one['computed']:,}" for one in each.values())])
-                )
-    rows.sort(key=lambda one: one[0])
-    sizes = [
-        [f"{kind}, {workload}", *(f"{megabytes(one['kept'])}, {megabytes(one['written'])}" for one in found.values())]
-        for kind, workloads in result.items()
-        for workload, found in workloads.items()
-    ]
-    lost = sum(ratio < 1 for ratio, _ in rows)
-    names = dict.fromkeys(name for workloads in result.values() for name in workloads)
-    described = "; ".join(f"{name} ({NAMES[name]})" for name in names)
+    pairs = [(f"{kind}, {name}", found) for kind, workloads in result.items() for name, found in workloads.items()]
+    phases = [phase.split(":")[0] for phase in PHASES]
+    times, amounts, lost = [], [], 0
+    for title, found in pairs:
+        waited, computed = [], []
+        for phase in PHASES:
+            each = {name: figures["phases"].get(phase) for name, figures in found.items()}
+            if not all(each.values()):
+                waited.append("")
+                computed.append("")
+                continue
+            best = min(one["p50"] for name, one in each.items() if name != OURS)
+            lost += best < each[OURS]["p50"]
+            mark = "**" * (best < each[OURS]["p50"])
+            shown = [f"{one['p50'] * 1e3:.1f}" for name, one in each.items() if name != OURS]
+            waited.append("; ".join([*shown, f"{mark}{each[OURS]['p50'] * 1e3:.1f}{mark}"]))
+            computed.append("; ".join(f"{one['computed']:,}" for one in each.values()))
+        disk = (f"{megabytes(found[name]['kept'])}, {megabytes(found[name]['written'])}" for name in (FILES, OURS))
+        times.append([title, *waited])
+        amounts.append([title, *computed, "; ".join(disk)])
+    described = "; ".join(f"{name} ({NAMES[name]})" for name in NAMES if any(name in each for each in result.values()))
+    n_phases = sum(len(found[OURS]["phases"]) for _, found in pairs)
     return [
         "## Workloads of a team",
         "",
         *paragraph(
-            f"""Through HTTP, with {SLOTS} slots, on small models with random weights (of larger ones,
-            what is not computed counts for more): {described}. Time to the first text, p50 of all
-            requests of a phase; a client of slot files restores one before each request and saves it afterwards, of
-            which the first counts. Live: the same requests once more. Restart: all processes were ended, and started
-            again, and each conversation goes on, or asks something else. In {lost} of {len(rows)} rows another server
-            is faster than `{OURS}`: these come first."""
+            f"""Through HTTP, with {SLOTS} slots, on small models with random weights (of larger ones, what is not
+            computed counts for more): {described}. Live: the same requests once more. Restart: all processes were
+            ended, and started again, and each conversation goes on, or asks something else. Time to the first text in
+            ms, p50, of {"; ".join(PEERS)}. A client of slot files restores one before each request and saves it
+            afterwards, of which the first counts. In {lost} of {n_phases} phases, in bold, another server is faster
+            than `{OURS}`."""
         ),
-        *table(["model, workload, phase", *PEERS, "tokens computed by each"], [row for _, row in rows]),
-        "On the disk at the end, and written until then (by `prefixstore serve` with what it sends over sockets):",
-        "",
-        *table(["model, workload", *PEERS], sizes),
+        *table(["model, workload", *phases], times),
+        *paragraph(
+            f"""Tokens computed by each of them; and MB on the disk at the end, and written until then, by slot files
+            and by `{OURS}` (with what it sends over sockets):"""
+        ),
+        *table(["model, workload", *phases, "disk, written"], amounts),
     ]
 
 

@@ -190,19 +190,15 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""System prompts, documents and questions, in random order: {result["sum"]:,} tokens,
-            {result["unique"]:,} of them unique. The model has 2 layers instead of the others' 16, and runs in one
-            thread, so that the loops end in reasonable time. A loop calls `llm(prompt, max_tokens=1)` for each prompt;
-            `LlamaDiskCache` removes the entries it hits, and keeps what diskcache does not evict."""
+            {result["unique"]:,} of them unique. The model has 2 layers, and runs in one thread. A loop calls
+            `llm(prompt, max_tokens=1)` for each prompt."""
         ),
         *table(["work", "tokens evaluated", "relative to the unique tokens", "time", "held"], rows),
         *paragraph(
-            f"""Warming takes {result["small_ratio"]:.2f} of the time that the plain evaluation of these tokens takes on
-            this model, and {met(result["demo_ratio"], 1.05, at_most=True)} on the one with 16 layers ({DEMO_PROMPTS} of
-            the prompts; medians of {ROUNDS} rounds, each compared with its own plain evaluation). Warming the same list
-            again evaluates
-            {result["again"]["evaluated"]} tokens and takes {result["again"]["seconds"]:.2f} s. Two jobs on
-            one list evaluate {two[0]:,} and {two[1]:,} tokens, together
-            {met(sum(two) / result["unique"], 1.1, at_most=True)} of the unique ones."""
+            f"""On the model with 16 layers warming takes {met(result["demo_ratio"], 1.05, at_most=True)} of the time
+            of a plain evaluation ({DEMO_PROMPTS} of the prompts, {ROUNDS} rounds). Warming the same list again takes
+            {result["again"]["seconds"]:.2f} s. Two jobs on one list evaluate
+            {met(sum(two) / result["unique"], 1.1, at_most=True)} of the unique tokens."""
         ),
     ]
 
