@@ -1,8 +1,8 @@
 """The slots of a server: one record for each, every change of it, and which request gets which slot.
 
-``docs/servers.md`` draws the states of a slot. A request gets the slot that costs least time, and a slot is saved when
-that costs least. All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to
-it until the answer has ended. Requests get a slot about in the order in which they came.
+A request gets the slot that costs least time, and a slot is saved when that costs least. All of it runs in the event
+loop, which is the lock. A slot is *busy* from before anything is done to it until the answer has ended, or until its
+contents are copied for a save. Requests get a slot about in the order in which they came.
 """
 
 from __future__ import annotations
