@@ -15,7 +15,7 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.report.content import Content, content_of, html_of
 from tests.report.test_in_browser import ENTER, ESCAPE
 from tests.support import ROOT
-from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs
+from tests.support.browser import DESKTOP, MISSING, Browser, programs
 from tests.support.forest import DAY, lived_in
 
 TO = ROOT / "docs" / "pictures"
@@ -70,10 +70,6 @@ def take() -> None:
             browser.screen(DESKTOP, dark=True)
             browser.press("/", "everything", ENTER, ESCAPE, ESCAPE)
             browser.picture(TO / "report-dark.png", height=720)
-            browser.screen(PHONE, scale=1.5)
-            browser.open(page)
-            browser.painted()
-            browser.picture(TO / "report-phone.png", height=PHONE[1])
         finally:
             browser.close()
     for picture in sorted(TO.glob("report-*.png")):
