@@ -13,7 +13,7 @@ import pytest
 
 MISSING = "no browser: apt-get install chromium chromium-driver, or set CHROMIUM and CHROMEDRIVER to their paths"
 SECONDS = 120
-DESKTOP, PHONE = (1280, 900), (390, 844)
+DESKTOP = 1280, 900
 
 
 def programs() -> tuple[str, str] | None:
@@ -54,10 +54,10 @@ class Browser:
         self.driver.set_page_load_timeout(SECONDS)
         self.driver.set_script_timeout(SECONDS)
 
-    def screen(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False, scale: float = 1) -> None:
+    def screen(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
         """Have pages seen like this."""
         width, height = size
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = [
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
