@@ -41,8 +41,6 @@ class Sessions:
     ----------
     max_sessions
         How many sessions are kept; above that, the least recently used idle ones are evicted.
-    queue, turn
-        For the ``Llama``; of the session that has it.
     """
 
     def __init__(self, store: AttachedStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
@@ -52,6 +50,7 @@ class Sessions:
             raise ContextError(f"sessions need a context whose states can be stored: {hook.kind.reason}")
         self.max_sessions, self.hook = max_sessions, hook
         self._store, self._engine = store, engine
+        # for the Llama; of the session that has it
         self.queue = queue_of(hook.llm)
         self.turn: Turn | None = None
         self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
