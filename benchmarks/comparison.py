@@ -183,29 +183,30 @@ def section(result: dict[str, Any] | None) -> list[str]:
     """The figures as Markdown."""
     if result is None:
         return []
+    models = "; ".join(f"{name}: {MODELS[name].title}" for name in result)
     lines = ["## Beside the other caches", "", *paragraph(ABOUT), *paragraph(READ)]
     cells = [is_lost(found) for by_workload in result.values() for found in by_workload.values()]
     lines += paragraph(
-        f"""In {sum(cells)} of {len(cells)} cells, marked with an asterisk, another cache had a lower median after the
-        restart than {LMDB_RAW}."""
+        f"""{models}. In {sum(cells)} of {len(cells)} cells, marked with an asterisk, another cache had a lower median
+        after the restart than {LMDB_RAW}."""
     )
-    for model, by_workload in result.items():
-        lines += [f"### {model}: {MODELS[model].title}", "", f"![Time to the first token, {model}]({plot(model)})", ""]
-        costs = [("what it costs", spent)] if model == "1B" else []  # of the others they are alike, and in latest.json
-        for first, cell in (("after the restart", waited), *costs):
-            head = [first, *(WORKLOADS[name] for name in by_workload)]
-            caches = list(next(iter(by_workload.values())))
-            rows = [
-                [
-                    cache,
-                    *(
-                        cell(found[cache]) + " \\*" * (cell is waited and cache == LMDB_RAW and is_lost(found))
-                        for found in by_workload.values()
-                    ),
-                ]
-                for cache in caches
-            ]
-            lines += table(head, rows)
+    lines += [f"![Time to the first token, {model}]({plot(model)})" for model in result]
+    names = next(iter(result.values()))
+    rows = [
+        [
+            f"{model}, {cache}",
+            *(waited(found[cache]) + " \\*" * (cache == LMDB_RAW and is_lost(found)) for found in by_workload.values()),
+        ]
+        for model, by_workload in result.items()
+        for cache in next(iter(by_workload.values()))
+    ]
+    lines += ["", *table(["after the restart", *(WORKLOADS[name] for name in names)], rows)]
+    # of the other models they are alike, and in latest.json
+    costs = [
+        [f"1B, {cache}", *(spent(found[cache]) for found in result["1B"].values())]
+        for cache in next(iter(names.values()))
+    ]
+    lines += table(["what it costs", *(WORKLOADS[name] for name in names)], costs)
     return lines
 
 

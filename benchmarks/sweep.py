@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.common import LIGHT, forget, load, model_path, prompt_tokens, seconds, summary
-from benchmarks.tables import milliseconds, paragraph, table
+from benchmarks.tables import paragraph
 from prefixstore import PrefixStore
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
@@ -93,12 +93,8 @@ def run() -> dict[str, Any]:
     return {str(n): results[str(n)] for n in SIZES}
 
 
-def section(result: dict[str, Any]) -> list[str]:
+def section(_: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
-    rows = [
-        [f"{int(n):,}", *(milliseconds(figures[name]["p50"]) for name in NAMES)]
-        for n, figures in list(result.items())[::2]
-    ]
     return [
         "## Restore against the number of tokens",
         "",
@@ -109,5 +105,4 @@ def section(result: dict[str, Any]) -> list[str]:
         ),
         "![Restore against the number of tokens](plots/restore.png)",
         "",
-        *table(["tokens", *NAMES.values()], rows),
     ]

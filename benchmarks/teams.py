@@ -241,29 +241,22 @@ def run(kinds: Sequence[str] = tuple(KINDS), workloads: Sequence[str] = tuple(NA
 
 
 def section(result: dict[str, Any] | None) -> list[str]:
-    """The figures as Markdown: the rows where another server is faster first."""
+    """The figures as Markdown."""
     if result is None:
         return []
     pairs = [(f"{kind}, {name}", found) for kind, workloads in result.items() for name, found in workloads.items()]
-    phases = [phase.split(":")[0] for phase in PHASES]
-    times, amounts, lost = [], [], 0
+    rows, lost = [], 0
     for title, found in pairs:
-        waited, computed = [], []
+        row = [title]
         for phase in PHASES:
-            each = {name: figures["phases"].get(phase) for name, figures in found.items()}
-            if not all(each.values()):
-                waited.append("")
-                computed.append("")
-                continue
-            best = min(one["p50"] for name, one in each.items() if name != OURS)
-            lost += best < each[OURS]["p50"]
-            mark = "**" * (best < each[OURS]["p50"])
-            shown = [f"{one['p50'] * 1e3:.1f}" for name, one in each.items() if name != OURS]
-            waited.append("; ".join([*shown, f"{mark}{each[OURS]['p50'] * 1e3:.1f}{mark}"]))
-            computed.append("; ".join(f"{one['computed']:,}" for one in each.values()))
+            took = {name: of["phases"][phase]["p50"] for name, of in found.items() if phase in of["phases"]}
+            ours = took.pop(OURS, 0.0)
+            is_lost = any(seconds < ours for seconds in took.values())
+            lost += is_lost
+            shown = [f"{seconds * 1e3:.1f}" for seconds in took.values()]
+            row.append("; ".join([*shown, f"**{ours * 1e3:.1f}**" if is_lost else f"{ours * 1e3:.1f}"]) if took else "")
         disk = (f"{megabytes(found[name]['kept'])}, {megabytes(found[name]['written'])}" for name in (FILES, OURS))
-        times.append([title, *waited])
-        amounts.append([title, *computed, "; ".join(disk)])
+        rows.append([*row, "; ".join(disk)])
     described = "; ".join(f"{name} ({NAMES[name]})" for name in NAMES if any(name in each for each in result.values()))
     n_phases = sum(len(found[OURS]["phases"]) for _, found in pairs)
     return [
@@ -275,14 +268,9 @@ def section(result: dict[str, Any] | None) -> list[str]:
             ended, and started again, and each conversation goes on, or asks something else. Time to the first text in
             ms, p50, of {"; ".join(PEERS)}. A client of slot files restores one before each request and saves it
             afterwards, of which the first counts. In {lost} of {n_phases} phases, in bold, another server is faster
-            than `{OURS}`."""
+            than `{OURS}`. Disk: of slot files and of `{OURS}` (with what it sends over sockets)."""
         ),
-        *table(["model, workload", *phases], times),
-        *paragraph(
-            f"""Tokens computed by each of them; and MB on the disk at the end, and written until then, by slot files
-            and by `{OURS}` (with what it sends over sockets):"""
-        ),
-        *table(["model, workload", *phases, "disk, written"], amounts),
+        *table(["model, workload", *PHASES, "disk at the end, written"], rows),
     ]
 
 
