@@ -104,7 +104,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
     gate = threading.Event()
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
         registry = new_registry()
-        StoreMetrics(registry, writer.engine)
+        StoreMetrics(registry, writer)
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
             for new in store.pages(tokens):
@@ -120,7 +120,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         before = text_of(registry)
         assert value(before, "prefixstore_pending_pages", form="page") == 0
         assert value(before, "prefixstore_written_pages_total") == value(before, "prefixstore_pages") == 3
-        writer.engine.upkeep.clear(None)
+        writer.upkeep.clear(None)
         text = text_of(registry)
         assert problems(text) == []
         assert value(text, "prefixstore_deleted_pages_total") == 3

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
 from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import UnavailableError
+from prefixstore.testing.together import in_child
 from tests.support import ROOT
-
-
-def exit_code_of_child(work):
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with suppress(BaseException):
-            code = work()
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Noting:
@@ -57,8 +46,7 @@ def test_handles_are_held_last_and_renewed_first_and_one_that_fails_does_not_kee
     levels = (ForkLevel.ENGINE, ForkLevel.OPENING, ForkLevel.HANDLE)
     kept = [Noting(level.name, level, calls, before=fail if level == ForkLevel.OPENING else None) for level in levels]
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    in_child = ["child HANDLE", "child OPENING", "child ENGINE"]
-    assert exit_code_of_child(lambda: 7 if calls[-3:] == in_child else 1) == 7
+    assert in_child(lambda: calls[-3:] == ["child HANDLE", "child OPENING", "child ENGINE"])
     assert [report.exc_type for report in reported] == [error] * (error is not None)
     before = ["before ENGINE", "before OPENING", "before HANDLE"]
     assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]

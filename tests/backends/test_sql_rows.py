@@ -22,8 +22,6 @@ from tests.support.sql_rows import (
     MIB,
     change,
     contents,
-    end_others,
-    held,
     opened,
     put,
     row,
@@ -86,7 +84,7 @@ def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
         change(backend, "INSERT INTO prefixstore_payloads VALUES (:key, 2, :data)", key=keys[0], data=b"more")
         change(backend, "UPDATE prefixstore_rows SET payload_bytes = 7 WHERE key = :key", key=keys[3])
         with backend.view() as view:
-            found = [payload for _, payload in held(view, keys)]
+            found = [bytes(payload) for _, payload in view.payloads(keys)]
         assert found == [payloads[0] + b"more", b"", payloads[2][MIB:], payloads[3]]
         # and can be written again
         put(backend, *rows)
@@ -186,19 +184,23 @@ def test_every_statement_uses_an_index(url):
 @pytest.mark.slow
 def test_idle_connections_that_the_server_closed_are_replaced_silently(new_database):
     url = new_database()
-    with opened(url) as backend, opened(url) as other:
+    end_others = (
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with opened(url) as backend, opened(url) as second, second.connection() as other:
         keys = put(backend, *(row(i) for i in range(3)))
         for use in (
             lambda view: view.used,
             lambda view: view.get(keys),
             lambda view: view.ranges([Range(b"r", b"s")])[0],
-            lambda view: held(view, keys),
+            lambda view: list(view.payloads(keys)),
         ):
-            end_others(other)
+            other.execute(end_others)
             with backend.view() as view:
                 assert use(view)
         for work in (lambda: put(backend, row(9)), backend.sync, backend.reclaim):
-            end_others(other)
+            other.execute(end_others)
             work()
         assert len(contents(backend)) == 4
 

@@ -29,8 +29,6 @@ from tests.support.faults import Seam
 from tests.support.s3 import forget_turn
 from tests.support.valkey import forget_lock
 
-__all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time"]
-
 # what asks the location, or changes it
 OPERATIONS = {
     *("view", "update", "commit", "committed", "sync", "generation", "record", "records", "usage", "leading"),

@@ -24,8 +24,6 @@ from tests.support.places import walk_in_this_process
 from tests.support.sql_rows import before_statements
 from tests.support.timeouts import disable_timeouts
 
-__all__ = ["Disks", "Process", "Processes"]
-
 # beginnings of statements that change something
 WRITES = ("INSERT", "UPDATE", "DELETE", "COMMIT", "VACUUM", "PRAGMA wal_", "BEGIN; SET")
 _patches = ExitStack()

@@ -1,23 +1,18 @@
 """What tests share."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefixstore.engine.pages import Pages
+from prefixstore.testing.together import PATIENCE, in_child
 
 __all__ = ["PATIENCE", "ROOT", "in_fork", "in_thread", "keys_of", "outcome", "python", "seeds"]
 
 ROOT = Path(__file__).parents[2]
-# how long a test waits for what must happen: far longer than it takes, also on a machine that is busy
-PATIENCE = 120.0
 
 
 def in_thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -44,28 +39,7 @@ def outcome(work: Callable[[], object], what: str = "it") -> object:
 
 def in_fork(work: Callable[[], None]) -> None:
     """Run `work` in a forked child; what it raises fails the test."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into pytest
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 180
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError("the forked child hangs")
-        time.sleep(0.02)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert in_child(lambda: (work(), True)[1])
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

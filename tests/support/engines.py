@@ -22,31 +22,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from tests.support import keys_of
-from tests.support.timeouts import wait_for
-
-__all__ = [
-    "MIB",
-    "NS",
-    "OTHER",
-    "A",
-    "B",
-    "C",
-    "MemoryPages",
-    "P",
-    "Store",
-    "Writer",
-    "compressible",
-    "entry",
-    "gated",
-    "put_snapshots",
-    "snapshot_of",
-    "state_of",
-    "store_of",
-    "taken",
-    "two_stores",
-    "wait_for",
-    "writer_of",
-]
+from tests.support.timeouts import wait_for  # noqa: F401 - imported from here
 
 MIB = 1 << 20
 P = 4  # tokens per page
@@ -63,21 +39,6 @@ class MemoryPages(Pages):
 
     def close(self) -> None:
         """Keep what is in it."""
-
-
-class Writer:
-    """The writing side of an engine: everything that the engine has, and a `close` that leaves the backend open."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def close(self) -> None:
-        self.engine.captures.close()
-        if not self.engine.read_only:
-            self.engine.sync()
 
 
 def state_of(key: bytes, size: int = 1000) -> bytes:
@@ -190,15 +151,16 @@ def two_stores(path, **options):
 
 
 @contextmanager
-def writer_of(store, queue_bytes=MIB, *, behind=True, read_only=False):
-    """Replace the engine of a store by one with these options; its writing side."""
-    store.open(queue_bytes=queue_bytes, write_behind=behind, read_only=read_only)
-    writer = Writer(store.engine)
+def writer_of(store, queue_bytes=MIB, *, read_only=False):
+    """Replace the engine of a store by one with these options, whose captures end with the block."""
+    store.open(queue_bytes=queue_bytes, read_only=read_only)
     store.buffers = store.engine.captures._buffers
     try:
-        yield writer
+        yield store.engine
     finally:
-        writer.close()
+        store.engine.captures.close()
+        if not read_only:
+            store.engine.sync()
 
 
 def snapshot_of(store, tokens, size=100) -> PendingPage:

@@ -14,8 +14,6 @@ from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record
 from tests.support import PATIENCE
 
-__all__ = ["FaultyBackend", "FlakyBackend", "Operation", "Seam", "Until"]
-
 Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
 

@@ -17,8 +17,6 @@ from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.keys import as_tokens, page_key
 from tests.support.engines import NS, MemoryPages, P
 
-__all__ = ["SIZE", "P", "forging", "state_of", "store_of"]
-
 SIZE = 30_001
 
 

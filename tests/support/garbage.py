@@ -11,8 +11,6 @@ from prefixstore import PrefixStore
 from prefixstore.llama.state.parse import parse_sequence
 from tests.support.models import answer, forget, prompt
 
-__all__ = ["NAN", "OTHER", "SHORT", "Case", "Victim", "rows_replaced"]
-
 SHORT, OTHER = prompt(40, seed=1), prompt(250, seed=2)
 NAN = np.uint16(0x7E00)
 

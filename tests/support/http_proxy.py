@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 from tests.support import PATIENCE
 
-__all__ = ["CUT", "DROP", "HANG", "LOSE", "PASS", "HTTPProxy"]
-
 # what happens to a request: it passes; it does not arrive; its reply is lost; half of its reply arrives; nothing does
 PASS, DROP, LOSE, CUT, HANG = "pass", "drop", "lose", "cut", "hang"
 

@@ -7,8 +7,6 @@ import xxhash
 from prefixstore.engine.keyspace import RECORD
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["make_corrupt", "make_newer", "newer"]
-
 
 def newer(stored):
     """A stored record as a newer version would write it."""

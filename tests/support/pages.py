@@ -5,8 +5,6 @@ from __future__ import annotations
 from prefixstore.format.keys import KEY_BYTES, as_tokens, page_key
 from prefixstore.format.record import Record, checksum
 
-__all__ = ["NAMESPACE", "make_page"]
-
 NAMESPACE = bytes(range(KEY_BYTES))
 
 

@@ -11,8 +11,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["free_port"]
-
 LOWEST = 10_240
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -6,8 +6,6 @@ import socket
 import threading
 from contextlib import suppress
 
-__all__ = ["Line"]
-
 
 class Line:
     """A port that leads to a Unix socket, or to another port, and may fail in the middle of an answer.

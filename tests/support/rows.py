@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixstore.backends.contract import Backend, Draft, Range, View
-
-__all__ = ["EVERYTHING", "contents", "delete", "key_of", "payload_of", "put", "rows_of", "value_of", "write"]
+from prefixstore.backends.contract import Backend, Draft, Range
+from prefixstore.testing.contract import read as rows_of  # noqa: F401 - for the tests
 
 EVERYTHING = Range(b"", b"\xff" * 512)
 
@@ -16,11 +15,6 @@ def key_of(number: int) -> bytes:
     return b"k%010d" % number
 
 
-def value_of(number: int) -> bytes:
-    """Some 300 bytes that occur nowhere else."""
-    return np.random.default_rng(1 << 40 | number).bytes(300)
-
-
 def payload_of(number: int, size: int) -> bytes:
     """Bytes that occur nowhere else."""
     return np.random.default_rng(number).bytes(size)
@@ -28,7 +22,7 @@ def payload_of(number: int, size: int) -> bytes:
 
 def put(draft: Draft, number: int, size: int = 1000) -> bytes:
     """Write one row with a payload of this size; its key."""
-    draft.put(key_of(number), value_of(number), payload_of(number, size))
+    draft.put(key_of(number), payload_of(1 << 40 | number, 300), payload_of(number, size))
     return key_of(number)
 
 
@@ -43,16 +37,3 @@ def delete(backend: Backend, *keys: bytes) -> None:
     with backend.update() as draft:
         for key in keys:
             draft.delete(key)
-
-
-def contents(view: View) -> dict[bytes, tuple[bytes, bytes | None]]:
-    """All rows: value and payload by key."""
-    keys = [row.key for row in view.ranges([EVERYTHING])[0]]
-    found = zip(keys, view.payloads(keys), strict=True)
-    return {key: (one[0], None if one[1] is None else bytes(one[1])) for key, one in found if one is not None}
-
-
-def rows_of(backend: Backend) -> dict[bytes, tuple[bytes, bytes | None]]:
-    """All rows that are committed."""
-    with backend.view() as view:
-        return contents(view)

@@ -16,10 +16,6 @@ from tests.support.rows import rows_of
 
 MIB = 1 << 20
 contents = rows_of
-TERMINATE = (
-    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
-    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-)
 
 
 def opened(url, *, read_only=False):
@@ -38,14 +34,6 @@ def put(backend, *rows):
         for each in rows:
             draft.put(*each)
     return [key for key, *_ in rows]
-
-
-def held(view, keys):
-    """Values and payloads of these rows, as bytes."""
-    return [
-        None if found is None else (found[0], None if found[1] is None else bytes(found[1]))
-        for found in view.payloads(keys)
-    ]
 
 
 @contextmanager
@@ -77,12 +65,6 @@ def change(backend, statement: str, **parameters: Any) -> None:
         statement = re.sub(r":(\w+)", r"%(\1)s", statement)
     with backend.writing() as driver:
         driver.execute(statement, parameters)
-
-
-def end_others(backend):
-    """End all other sessions in a PostgreSQL database."""
-    with backend.connection() as driver:
-        driver.execute(TERMINATE)
 
 
 def require_intact(backend):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tests.support.timeouts import disable_timeouts
 
-__all__ = ["untimed"]
-
 
 def untimed(*arguments: object) -> list[str]:
     """The command that runs a module, or a file that ends with ``.py``, with arguments."""

@@ -12,8 +12,6 @@ import numpy as np
 
 from tests.support.models import finish
 
-__all__ = ["picture", "write_projector"]
-
 WIDTH, HIDDEN, PATCH, SIZE, LAYERS = 32, 64, 14, 56, 1
 
 
