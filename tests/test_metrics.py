@@ -120,6 +120,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         before = text_of(registry)
         assert value(before, "prefixstore_pending_pages", form="page") == 0
         assert value(before, "prefixstore_written_pages_total") == value(before, "prefixstore_pages") == 3
+        assert store.counters.group("dropped") == {}
         writer.upkeep.clear(None)
         text = text_of(registry)
         assert problems(text) == []

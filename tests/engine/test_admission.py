@@ -86,17 +86,6 @@ def test_the_pages_that_a_prompt_began_with_are_not_evicted_for_its_other_pages(
         assert store.match(prompt(2, 2)) == 0
 
 
-def test_a_tail_stays_if_the_page_that_continues_it_is_not_admitted():
-    policy = Picky()
-    with closing(store_with(policy, max_entries=3)) as store:
-        store.put(prompt(1, 1)[: P - 1])
-        store.put(prompt(2, 2))
-        assert store.put(prompt(1, 3)) == 1
-        # the page takes the place of the tail; for what follows it something would have to go
-        assert store.match(prompt(1, 3)) == P
-        assert store.counters.group("dropped") == {"admission": 2}
-
-
 def test_pinned_and_wanted_pages_are_admitted_always():
     policy = Picky()
     with closing(store_with(policy, max_entries=2)) as store:

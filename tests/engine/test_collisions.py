@@ -18,7 +18,7 @@ from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support.engines import NS, OTHER, P, state_of, store_of, two_stores
+from tests.support.engines import NS, OTHER, P, store_of, two_stores
 from tests.support.places import contents, fill, space
 
 # under the weak hash, the first pages of both have the same key
@@ -69,16 +69,6 @@ def test_a_page_that_waits_for_its_commit_replaces_another_one_and_what_is_store
             assert store.fetch(MINE) == 1
         # and nothing else is gone
         assert one.stored_keys() == {*page_keys(NS, as_tokens(MINE), P), *page_keys(OTHER, as_tokens(THEIRS), P)}
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_a_page_that_is_given_up_makes_the_stored_one_known_again(tmp_path):
-    with two_stores(tmp_path) as (one, two):
-        waiting = one.announce(MINE)
-        two.put(THEIRS + NEXT)
-        assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (4, 8)
-        one.engine._catalog.give_up(waiting)
-        assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (0, 8)
 
 
 @pytest.mark.usefixtures("weak_hash")
@@ -139,18 +129,3 @@ def test_an_imported_page_is_refused_where_another_one_has_its_key(through):
         assert (moved.pages, moved.present) == (0, 0)
         assert moved.refused == 2
         assert contents(target.backend) == before
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_a_state_in_memory_is_that_of_its_own_page():
-    with store_of(options={"ram_bytes": 1 << 20}) as store:
-        store.put(MINE)
-        theirs = store.pages([9] * 4)[0].page
-        assert store.engine._ram.state(theirs) is None
-        (page,) = store.engine.match(NS, as_tokens(MINE), P).pages
-        assert bytes(store.engine._ram.state(page)) == state_of(page.key)
-        assert store.engine._ram.state(replace_tokens(page)) is None
-
-
-def replace_tokens(page):
-    return type(page)(page.key, page.parent, page.namespace, 0, as_tokens(THEIRS).tobytes(), 0, 0, 0, 0, 0)

@@ -63,19 +63,6 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
     assert len(records) == 6
 
 
-def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        store.put(A[:4])
-    key = page_keys(NS, as_tokens(A), P)[0]
-    flip(tmp_path, b"rr" + key, 20)
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        # without a match first, the index is empty and the page is captured again
-        batch = store.announce(A) + store.announce(B)
-        assert store.engine.commit(batch) == 6
-        assert store.match(A) == 12
-        assert store.counters.group("dropped") == {}
-
-
 def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(A)

@@ -172,44 +172,6 @@ def test_each_changed_row_is_a_miss_counted_and_mended(tmp_path):
             assert archive.check() == []
 
 
-@pytest.mark.attack
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_every_changed_byte_of_a_file_is_a_miss_or_an_error(scheme, tmp_path, request):
-    url = place(scheme, tmp_path, request)
-    with opened(url, NEW) as pages:
-        fill(pages, ALICE, SEQUENCES[:2], size=300)
-        before = contents(pages)
-        rows = [row for row in plain_rows(pages) if row.key != HEADER]
-        for row in rows:
-            for at in range(len(row.value)):
-                changed = row.value[:at] + bytes([row.value[at] ^ (1 << at % 8)]) + row.value[at + 1 :]
-                change_row(pages, row.key, lambda _, changed=changed: changed)
-                after = contents_or_nothing(pages)
-                assert all(after.get(key) in (None, one) for key, one in before.items())
-            change_row(pages, row.key, lambda _, row=row: row.value)
-        for row in [row for row in rows if row.key[:1] == keyspace.RECORD]:
-            with pages.rows.view() as view:
-                [(_, payload)] = [(value, bytes(found)) for value, found in view.payloads([row.key])]
-            for at in range(len(payload)):
-                changed = payload[:at] + bytes([payload[at] ^ (1 << at % 8)]) + payload[at + 1 :]
-                change_payload(pages, row, changed)
-                assert sum(readable(pages, key) == before[key][2] for key in before) == len(before) - 1
-            change_payload(pages, row, payload)
-        assert contents(pages) == before
-
-
-def change_payload(pages, row, payload):
-    with pages.rows.update() as draft:
-        draft.put(*row, payload)
-
-
-def readable(pages, key):
-    """The payload of a page; None if it cannot be decrypted."""
-    with pages.view() as view, suppress(UndecryptableError):
-        return bytes(view.payload(key))
-    return None
-
-
 def contents_or_nothing(pages):
     """All pages that can be read."""
     found = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,31 +11,9 @@ from tests.support.engines import (
     A,
     B,
     MemoryPages,
-    P,
     entry,
-    gated,
     store_of,
-    writer_of,
 )
-
-# -- what was given up -------------------------------------------------------------------------------------------------
-
-
-def test_captured_pages_that_something_newer_replaces_are_counted_and_are_not_dropped():
-    gate = threading.Event()
-    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        writer.captures.submit(*store.pages(B[:P]))
-        # a tail, and the page that continues it, before either is written
-        for tokens in (A[:6], A[:7]):
-            for new in store.pages(tokens):
-                writer.captures.submit(new)
-        assert store.counters.group("outdated") == {"superseded": 1}
-        gate.set()
-        writer.drain()
-        assert store.match(A[:7]) == 7
-        assert store.counters.group("dropped") == {}
-        assert store.engine.upkeep.used()[0].entries == 3
-
 
 # -- the pool ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from tests.support.engines import MIB, NS, MemoryPages, P, Store, snapshot_of, two_stores
+from tests.support.engines import MIB, MemoryPages, Store, snapshot_of
 
 
 class Random:
@@ -61,49 +61,20 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
     store.engine.commit(waiting)
 
 
-# -- what was read before, and has changed since -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def both(tmp_path):
-    """Two processes on one location: each remembers what it has read."""
-    with two_stores(tmp_path / "kv") as stores:
-        yield stores
-
-
-TOKENS = list(range(12))
-
-
-def facts(store):
-    """What a lookup says of the pages."""
-    return [(page.created, page.stored_bytes) for page in store.engine.match(NS, as_tokens(TOKENS), P).pages]
-
-
-def test_a_page_that_was_stored_anew_is_restored_and_known_after_that(both):
-    mine, other = both
-    mine.put(TOKENS)
-    before = facts(mine)
-    other.engine.upkeep.clear(None)
-    assert mine.match(TOKENS) == 0
-    other.put(TOKENS)
-    # the bytes are compared
-    assert mine.fetch(TOKENS) == 3
-    assert facts(mine) == facts(other) != before
-
-
-def test_a_page_that_is_damaged_after_it_was_read_is_a_miss_until_it_is_stored_again(both):
-    mine, other = both
-    mine.put(TOKENS)
-    key = mine.engine.match(NS, as_tokens(TOKENS), P).pages[1].key
-    other.engine.upkeep.clear(None)
-    other.put(TOKENS)
-    with other.backend.update() as transaction:
-        record, payload = transaction.record(key), bytearray(transaction.payload(key))
-        payload[-1] ^= 1
-        transaction.put(key, record, Usage(record.created), bytes(payload))
-    assert mine.fetch(TOKENS) == 1
-    # it is this one that is damaged, not the one that was read first
-    assert mine.match(TOKENS) == P
-    other.engine.upkeep.clear(None)
-    other.put(TOKENS)
-    assert (mine.match(TOKENS), mine.fetch(TOKENS)) == (12, 3)
+def test_a_page_that_is_damaged_after_it_was_read_is_a_miss_until_it_is_stored_again(tmp_path):
+    tokens = list(range(12))
+    with two_stores(tmp_path / "kv") as (mine, other):
+        mine.put(tokens)
+        key = mine.engine.match(NS, as_tokens(tokens), P).pages[1].key
+        other.engine.upkeep.clear(None)
+        other.put(tokens)
+        with other.backend.update() as transaction:
+            record, payload = transaction.record(key), bytearray(transaction.payload(key))
+            payload[-1] ^= 1
+            transaction.put(key, record, Usage(record.created), bytes(payload))
+        assert mine.fetch(tokens) == 1
+        # it is this one that is damaged, not the one that was read first
+        assert mine.match(tokens) == P
+        other.engine.upkeep.clear(None)
+        other.put(tokens)
+        assert (mine.match(tokens), mine.fetch(tokens)) == (12, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import closing
 
 import numpy as np
@@ -69,41 +68,6 @@ def test_a_page_that_was_put_is_read_back_unchanged(backend):
         (facts,) = view.facts(b"", 9)
         expected = {"raw_bytes": 5000, "n_tokens": 4, "hits": 2**32 - 1, "pinned": True, "priority": -(2**15)}
         assert {name: facts[name] for name in expected} == expected
-
-
-def test_facts_are_read_some_at_a_time(backend):
-    with backend.update() as transaction:
-        keys = {put(transaction, number) for number in range(20)}
-    found, after = [], b""
-    with backend.view() as view:
-        while len(facts := view.facts(after, 7)):
-            found += [bytes(key) for key in facts["key"]]
-            after = found[-1]
-    assert (len(found), set(found)) == (20, keys)
-
-
-# -- what follows a page -----------------------------------------------------------------------------------------------
-
-
-def test_used_grows_by_no_more_than_the_cost(backend):
-    chance, keys = random.Random(5), []
-    for i in range(60):
-        with backend.view() as view:
-            before = view.used
-        cost = 0
-        with backend.update() as transaction:
-            for _ in range(chance.choice([1, 1, 2, 5])):
-                payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
-                parent = chance.randbytes(KEY_BYTES)
-                key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
-                cost += transaction.cost(record, len(payload))
-                transaction.put(key, record, Usage(1), payload)
-                keys.append(key)
-            if i % 3 == 0:
-                transaction.delete(keys.pop(chance.randrange(len(keys))))
-        with backend.view() as view:
-            assert view.used.bytes - before.bytes <= cost
-            assert view.used.entries == len(keys)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
