@@ -10,7 +10,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from tests.support.engines import MIB, MemoryPages, Store, snapshot_of
+from tests.support.engines import MIB, NS, MemoryPages, P, Store, snapshot_of, two_stores
 
 
 class Random:
