@@ -51,6 +51,14 @@ def test_the_least_recently_used_states_are_dropped_and_the_limit_holds():
     assert tier.state(pages[1]) is None, "larger than the tier"
 
 
+def test_a_state_is_that_of_its_own_tokens_also_where_another_page_has_its_key():
+    tier, page, other = RamTier(MIB), page_of(1), page_of(2)
+    tier.keep(page, b"state")
+    other.key = page.key
+    assert tier.state(page) is not None
+    assert tier.state(other) is None
+
+
 def test_many_threads_keep_and_read_states_and_the_size_stays_correct():
     tier = RamTier(20 * (100 + 4 + ENTRY_BYTES))
     pages = [page_of(i) for i in range(50)]
