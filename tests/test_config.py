@@ -9,7 +9,7 @@ import pytest
 
 from prefixstore import Namespace
 from prefixstore.config import MODEL_SETTINGS, Config, explain_of_model, load, load_config
-from prefixstore.errors import InvalidParameterError, MissingExtraError
+from prefixstore.errors import InvalidParameterError
 from tests.support.models import prompt
 
 FILE = """
@@ -163,17 +163,6 @@ def test_every_model_setting_is_a_parameter_of_llama():
         "tokenizer",
         "kwargs",
     }
-
-
-def test_without_the_package_for_toml_the_message_names_the_extra(file, monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("prefixstore.config.importlib.import_module", missing)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[cli\]"):
-        load_config(file)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[llama\]"):
-        Config("m.gguf").open_llama()
 
 
 # -- why a namespace differs ------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from prefixstore import PrefixStore
-from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
+from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
 from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
@@ -183,15 +182,6 @@ def test_a_closed_store_says_so_and_a_server_goes_on_telling_its_last_values(lla
         store.metrics()
     with pytest.raises(ClosedError):
         StoreMetrics(new_registry(), store)
-
-
-def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with PrefixStore("memory:") as store, pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
-        store.metrics()
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
-        new_registry()
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import os
 import pickle
@@ -21,7 +20,10 @@ from prefixstore import (
     PrefixStore,
     PrefixStoreError,
 )
+from prefixstore.backends import open_backend
+from prefixstore.config import load_config
 from prefixstore.testing import models
+from tests.support import ROOT, in_fork
 from tests.support.models import load
 
 
@@ -118,29 +120,36 @@ def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplica
         duplicate(store)
 
 
-def test_a_missing_package_names_its_extra(monkeypatch, llama):
-    llm = llama()
-    real = builtins.__import__
+# what does not work without a package, the extra that has it, and our modules that may have imported it
+MISSING = {
+    "llama_cpp": (lambda: PrefixStore("memory:", llm=object()), "llama", "prefixstore.llama"),
+    "gguf": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
+    "tokenizers": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
+    "tomllib": (lambda: load_config(ROOT / "mkdocs.yml"), "cli", "-"),
+    "prometheus_client": (lambda: PrefixStore("memory:").metrics(), "server", "-"),
+    "sqlalchemy": (lambda: open_backend("sqlite:///x.db", max_bytes=1), "sql", "prefixstore.backends.sql"),
+    "alembic": (lambda: open_backend("sqlite:///x.db", max_bytes=1), "sql", "prefixstore.backends.sql"),
+    "psycopg": (lambda: open_backend("postgresql://h/x", max_bytes=1), "postgres", "prefixstore.backends.sql"),
+    "valkey": (lambda: open_backend("valkey://h", max_bytes=1), "valkey", "prefixstore.backends.valkey"),
+    "obstore": (lambda: open_backend("s3://bucket/x", max_bytes=1), "s3", "prefixstore.backends.objects"),
+}
 
-    def fail(name, *rest, **more):
-        if name.startswith(("llama_cpp", "prefixstore.llama")):
-            raise ImportError(name)
-        return real(name, *rest, **more)
 
-    for name in [name for name in sys.modules if name.startswith("prefixstore.llama")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(MissingExtraError, match=r'pip install "prefixstore\[llama\]"'):
-        PrefixStore("memory:", llm)
+@pytest.mark.parametrize("package", MISSING)
+def test_a_missing_package_is_named_with_its_extra(package, tmp_path, monkeypatch):
+    use, extra, ours = MISSING[package]
+    monkeypatch.chdir(tmp_path)
 
+    def without():
+        models._vocabulary.cache_clear()
+        for name in list(sys.modules):
+            if name.split(".")[0] == package or name.startswith(ours):
+                del sys.modules[name]
+        sys.modules[package] = None
+        with pytest.raises(MissingExtraError, match=rf'pip install "prefixstore\[{extra}\]"'):
+            use()
 
-@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
-def test_a_model_is_not_written_without_the_packages_and_one_message_says_so(monkeypatch, tmp_path, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    models._vocabulary.cache_clear()
-    with pytest.raises(MissingExtraError, match=rf'{package}; pip install "prefixstore\[demo\]"') as caught:
-        models.write_model(tmp_path / "m.gguf", models.TINY["llama"])
-    assert caught.value.__suppress_context__
+    in_fork(without)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -22,7 +21,6 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     InvalidParameterError,
     LocationError,
-    MissingExtraError,
     StorageError,
     UnavailableError,
 )
@@ -136,14 +134,6 @@ def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
         "az://$web/a?account=name1",
     ):
         assert Address.parse(url).shown == url
-
-
-def test_without_obstore_the_extra_is_named(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("prefixstore.backends.objects.", "obstore"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingExtraError, match=r'needs obstore, .*; pip install "prefixstore\[s3\]"'):
-        open_backend("s3://bucket/prefix", max_bytes=MIB)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

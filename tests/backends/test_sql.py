@@ -9,9 +9,8 @@ import pytest
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import open_sql
-from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
+from prefixstore.errors import InvalidParameterError, PrefixStoreError
 from prefixstore.testing import PersistentBackendContract
-from tests.support import python
 from tests.support.engines import P, Store, put_snapshots
 from tests.support.places import opened, refusal
 from tests.support.sql_rows import opened as opened_rows
@@ -104,28 +103,6 @@ def test_a_database_that_does_not_exist_is_not_worth_a_retry(new_database):
     url = new_database()
     name = url.split("?")[0].rsplit("/", 1)[1]
     assert refusal(url.replace(name, "nothing_of_this_name")).startswith("LocationError: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("location", "module", "extra"),
-    [
-        ("sqlite:///x.db", "sqlalchemy", "sql"),
-        ("sqlite:///x.db", "alembic", "sql"),
-        ("postgresql://h/x", "psycopg", "postgres"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_extra(location, module, extra):
-    code = (
-        f"import sys; sys.modules[{module!r}] = None\n"
-        "from prefixstore.backends import open_backend\n"
-        "try: open_backend(sys.argv[1], max_bytes=1 << 20)\n"
-        "except ImportError as error: print(type(error).__name__, error)"
-    )
-    with python(code, location) as process:
-        printed = process.stdout.read()
-    assert printed.startswith(MissingExtraError.__name__)
-    assert f"prefixstore[{extra}]" in printed
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

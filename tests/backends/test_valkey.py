@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import traceback
 from contextlib import closing, suppress
 
@@ -27,7 +26,6 @@ from prefixstore.errors import (
     CorruptError,
     InvalidParameterError,
     LocationError,
-    MissingExtraError,
     StorageError,
     UnavailableError,
 )
@@ -161,15 +159,6 @@ def test_a_url_says_where_the_server_is(url, kind, options):
 def test_a_url_that_is_wrong_is_refused(url):
     with pytest.raises(InvalidParameterError, match="location"):
         open_pages(url, max_bytes=MIB)
-
-
-def test_without_the_client_the_error_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("prefixstore.backends.valkey.")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.split(".")[0] == "valkey"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[valkey\]"):
-        open_pages("valkey://localhost", max_bytes=MIB)
 
 
 # -- users ------------------------------------------------------------------------------------------------------------
