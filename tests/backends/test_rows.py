@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
@@ -18,25 +18,6 @@ class TestMemory(BackendContract):
         return MemoryBackend()
 
 
-class Estimated(MemoryBackend):
-    """As on a server: changes are written when the update ends, and until then their size is estimated."""
-
-    @contextmanager
-    def update(self):
-        with super().update() as draft:
-            estimated = Draft(draft._view, draft.costs)
-            yield estimated
-            draft._apply(estimated.changes)
-
-
-class TestMemoryWithAnEstimatedSize(BackendContract):
-    def open_backend(self, tmp_path):
-        return Estimated()
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
     one, two = MemoryBackend("shared rows"), MemoryBackend("shared rows")
     with one.update() as draft:
@@ -49,9 +30,6 @@ def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
     two.close()
     with closing(MemoryBackend("shared rows")) as three, three.view() as view:
         assert view.get([b"a"]) == [None]
-
-
-# -- drafts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["flushed", "kept"])

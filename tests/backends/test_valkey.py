@@ -24,7 +24,6 @@ from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     CorruptError,
-    InvalidParameterError,
     LocationError,
     StorageError,
     UnavailableError,
@@ -73,9 +72,6 @@ class TestOverTCP(TestOverASocket):
     tcp = True
 
 
-# -- helpers ----------------------------------------------------------------------------------------------------------
-
-
 def put(backend, *numbers, payload=b"x" * 1000, then=lambda: None, **usage):
     keys = []
     with backend.update() as transaction:
@@ -104,9 +100,6 @@ def change_rows(backend, then=lambda: None, **rows):
 def check(backend):
     with backend.view() as view:
         return violations(view, Budget(64 * MIB))
-
-
-# -- the URL ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,27 +131,6 @@ def test_a_url_says_where_the_server_is(url, kind, options):
     assert address.name == "prefixstore"
     for secret in ("pw", "a%40b", "a@b"):
         assert secret not in repr(address) + str(address) + address.shown
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "valkey://h/kv",
-        "valkey://h?db=x",
-        "valkey://h?name=a%20b",
-        "valkey://h?name=",
-        "valkey://h?timeout=1",
-        "valkey://h?ssl_ca_certs=/x",
-        "valkey://h#f",
-        "valkey://h:port",
-        "valkey://u:p@ss@h",
-        "valkey:",
-        "unix://",
-    ],
-)
-def test_a_url_that_is_wrong_is_refused(url):
-    with pytest.raises(InvalidParameterError, match="location"):
-        open_pages(url, max_bytes=MIB)
 
 
 # -- users ------------------------------------------------------------------------------------------------------------
@@ -197,9 +169,6 @@ def test_a_wrong_password_is_refused_and_not_shown(client, valkey_server):
     remove(valkey_server.url, ["pw-test"])
 
 
-# -- whose keys they are ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -219,9 +188,6 @@ def test_keys_of_another_application_are_refused_and_untouched(url, client, comm
         open_pages(url, max_bytes=MIB, read_only=read_only)
     assert client.keys(named(url, "*")) == [named(url, key).encode()]
     assert client.dump(named(url, key)) == before
-
-
-# -- round trips ------------------------------------------------------------------------------------------------------
 
 
 def test_a_lookup_takes_few_round_trips(url, monkeypatch):
@@ -296,9 +262,6 @@ def test_a_writer_waits_for_another_and_gives_up_after_a_while(url, monkeypatch)
             raise AssertionError("it began")
 
 
-# -- what the server forgets ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["meta", "rows", "order"])
 def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, client, kind):
     with rows_at(url) as backend, rows_at(url) as other:
@@ -320,9 +283,6 @@ def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, c
         assert stored(backend) == {b"a": (b"1", b"again"), b"b": (b"new", None)}
 
 
-# -- payloads ---------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, client):
     with rows_at(url) as backend:
         change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3", b"z"))
@@ -333,9 +293,6 @@ def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, 
                 list(view.payloads([b"a", b"b", b"c"]))
             assert next(iter(view.payloads([b"b"]))) == (b"2", b"y")
             assert view.get([b"a", b"b", b"c"]) == [b"1", b"2", b"3"]
-
-
-# -- replicas ----
 
 
 @pytest.mark.slow
