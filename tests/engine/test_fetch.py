@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
@@ -19,9 +19,104 @@ from prefixstore.format.autocodec import encode
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import checksum
 from tests.support import PATIENCE, in_thread
-from tests.support.fetching import P, forging, state_of, store_of
+from tests.support.engines import MemoryPages, P, compressible
+from tests.support.engines import store_of as engine_of
 
+SIZE = 30_001
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
+
+
+class WatchedView:
+    """A view that passes everything on, and notices use by two threads at once, or after it was closed."""
+
+    def __init__(self, view, watcher):
+        self.view = view
+        self.watcher = watcher
+        self.in_use = threading.Lock()
+
+    def fetch(self, keys):
+        inner = self.view.fetch(keys)
+        try:
+            for i, _ in enumerate(keys):
+                with self.alone():
+                    found = next(inner, None)
+                    self.watcher.before(i)
+                if found is None:
+                    return
+                yield self.watcher.change(i, *found)
+        finally:
+            self.watcher.fetches_closed += 1
+
+    @contextmanager
+    def alone(self):
+        assert self.in_use.acquire(blocking=False), "two threads use one view"
+        try:
+            assert self.watcher.open, "the view is closed"
+            yield
+        finally:
+            self.in_use.release()
+
+    def __getattr__(self, name):
+        return getattr(self.view, name)
+
+
+class Watcher(MemoryPages):
+    """A backend in memory that can be slow, or forge what it returns."""
+
+    open = fetches_closed = 0
+
+    def before(self, i):
+        pass
+
+    def change(self, i, record, payload):
+        return record, payload
+
+    @contextmanager
+    def view(self):
+        with super().view() as view:
+            self.open += 1
+            try:
+                yield WatchedView(view, self)
+            finally:
+                self.open -= 1
+
+
+@contextmanager
+def store_of(codecs, pending=0):
+    """A store with a page for each of these codecs, and some that wait to be written."""
+    with engine_of(Watcher(), state_of=compressible) as store:
+        left = iter(codecs)
+        store.engine.captures._committer._encode = lambda namespace, raw: encode(raw, next(left))
+        store.tokens = [i for i in range(len(codecs) + pending) for _ in range(P)]
+        store.news = store.announce(store.tokens, SIZE)
+        assert store.engine.commit(store.news[: len(codecs)]) == len(codecs)
+        for new in store.news[: len(codecs)]:
+            new.buffer.release()
+        store.path = [new.page for new in store.news]
+        store.states = [compressible(page.key, SIZE) for page in store.path]
+        store.catalog, store.fetcher = store.engine._catalog, store.engine._fetcher
+        yield store
+
+
+def fetch(store, **options):
+    """How many states were given out; each is compared with the original."""
+    with store.engine.fetching(store.path, **options) as states:
+        given = [bytes(state) for state in states]
+    assert given == store.states[: len(given)]
+    assert store.fetcher.buffers.in_use == 0
+    return len(given)
+
+
+def forging(at, **changes):
+    """Change the record of one page, and its payload."""
+
+    def change(i, record, payload):
+        if i == at:
+            payload = changes.get("payload", lambda same: same)(payload)
+            record = replace(record, **{name: value for name, value in changes.items() if name != "payload"})
+        return record, payload
+
+    return change
 
 
 @pytest.fixture(params=[1, 4])
@@ -31,15 +126,12 @@ def workers(request, monkeypatch):
     return request.param
 
 
-# -- order and buffers -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codecs", [MIXED, ["raw"] * 6, ["planes"] * 20, ["zstd"], []], ids=len)
 def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
     with store_of(codecs) as store:
         for _ in range(3):
-            assert store.fetch(streamed=streamed) == len(codecs)
+            assert fetch(store, streamed=streamed) == len(codecs)
         assert store.counters.group("unreadable") == {}
         assert store.backend.fetches_closed == (3 if codecs else 0)
 
@@ -49,7 +141,7 @@ def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
 
 def test_a_pending_page_is_served_from_its_buffer():
     with store_of(MIXED, pending=3) as store:
-        assert store.fetch() == len(MIXED) + 3
+        assert fetch(store) == len(MIXED) + 3
         for new in store.news[-3:]:
             new.buffer.release()
         assert store.buffers.in_use == 0
@@ -61,12 +153,12 @@ def test_a_state_in_ram_is_not_read():
         read = []
         store.backend.before = read.append
         for i in (0, 3, 4, 9):
-            store.fetcher._ram.keep(store.pages[i], state_of(i))
-        assert store.fetch() == len(MIXED)
+            store.fetcher._ram.keep(store.path[i], store.states[i])
+        assert fetch(store) == len(MIXED)
         assert len(read) == len(MIXED) - 4
-        for i, page in enumerate(store.pages):
-            store.fetcher._ram.keep(page, state_of(i))
-        assert store.fetch() == len(MIXED)
+        for page, state in zip(store.path, store.states, strict=True):
+            store.fetcher._ram.keep(page, state)
+        assert fetch(store) == len(MIXED)
         assert len(read) == len(MIXED) - 4
 
 
@@ -84,11 +176,11 @@ def way(request, monkeypatch):
 
 def take(store, along):
     """How many states were given out and verified, and what was counted; each verified one is compared."""
-    with store.engine.fetching(store.pages, streamed=True, along=along) as states:
+    with store.engine.fetching(store.path, streamed=True, along=along) as states:
         given = [bytes(state) for state in states]
         n_verified = states.verified()
-    assert given[:n_verified] == [state_of(i) for i in range(n_verified)]
-    assert store.bytes_in_use == store.backend.open == 0
+    assert given[:n_verified] == store.states[:n_verified]
+    assert store.fetcher.buffers.in_use == store.backend.open == 0
     return len(given), n_verified, store.counters.group("unreadable")
 
 
@@ -100,8 +192,8 @@ def test_a_damaged_page_ends_the_restore_early_and_is_reported(way, at):
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) + b"?" if i >= at else payload)
         # before the next one is given out
         assert take(store, along) == (at + along, at, {"corrupt": 1})
-        assert store.catalog.deferred().damaged.keys() == {store.pages[at].key}
-        assert store.catalog.is_damaged(store.pages[at].key, store.pages[at])
+        assert store.catalog.deferred().damaged.keys() == {store.path[at].key}
+        assert store.catalog.is_damaged(store.path[at].key, store.path[at])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +238,7 @@ def test_a_page_that_is_gone_ends_the_restore(way):
     codecs, along = way
     with store_of(codecs) as store:
         with store.backend.update() as transaction:
-            for page in store.pages[6:]:
+            for page in store.path[6:]:
                 transaction.delete(page.key)
         assert take(store, along) == (6, 6, {"vanished": 1})
         assert not store.catalog.deferred().damaged
@@ -154,14 +246,15 @@ def test_a_page_that_is_gone_ends_the_restore(way):
 
 def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
     with store_of(["planes"] * 3) as store:
-        monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
-        assert take(store, False) == (0, 0, {"unavailable": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
+            assert take(store, False) == (0, 0, {"unavailable": 1})
         assert not store.catalog.deferred().damaged
 
 
 def test_a_page_that_was_written_again_as_packed_is_unpacked():
-    number, stored = encode(state_of(3), "planes")
     with store_of(["raw"] * 8) as store:
+        number, stored = encode(store.states[3], "planes")
         changes = {"codec": number, "stored_bytes": len(stored), "checksum": checksum(stored)}
         store.backend.change = forging(3, payload=lambda _: stored, **changes)
         assert take(store, along=True) == (8, 8, {})
@@ -173,12 +266,9 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
     monkeypatch.setattr(source, "decode_into", lambda *args: pytest.fail("unpacked"))
     with store_of([codec] * 3) as store:
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
-        with store.engine.fetching(store.pages, streamed=streamed) as states:
+        with store.engine.fetching(store.path, streamed=streamed) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"shape": 1}
-
-
-# -- leaving early -----------------------------------------------------------------------------------------------------
 
 
 class EnoughError(Exception):
@@ -191,16 +281,16 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(0.01 * (taken < 10))
         expected = pytest.raises(end) if end else nullcontext()
-        with expected, store.engine.fetching(store.pages, streamed=streamed) as states:
+        with expected, store.engine.fetching(store.path, streamed=streamed) as states:
             for i in range(taken):
-                assert bytes(next(states)) == state_of(i)
+                assert bytes(next(states)) == store.states[i]
             if end:
                 raise end
         # the watcher would notice a thread that still reads
         assert store.backend.open == 0
-        assert store.bytes_in_use == 0
+        assert store.fetcher.buffers.in_use == 0
         assert next(states, None) is None
-        assert store.fetch() == len(MIXED)
+        assert fetch(store) == len(MIXED)
 
 
 # -- closing, and a lack of threads ------------------------------------------------------------------------------------
@@ -210,18 +300,17 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
 @pytest.mark.parametrize(("codec", "n_threads"), [("raw", 50), ("zstd", 12)])
 def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads):
     with store_of([codec] * 8) as store:
-        store.backend.alone = nullcontext  # each has a view of its own
         begun, closed = threading.Barrier(n_threads + 1, timeout=PATIENCE), threading.Event()
         outcomes = []
 
         def read(number):
             try:
-                with store.engine.fetching(store.pages, streamed=bool(number % 2)) as states:
+                with store.engine.fetching(store.path, streamed=bool(number % 2)) as states:
                     given = [bytes(state) for state in islice(states, number % 8)]
                     begun.wait()
                     assert closed.wait(PATIENCE)
                     given += map(bytes, states)
-                    assert given[: states.n_verified] == [state_of(i) for i in range(states.n_verified)]
+                    assert given[: states.n_verified] == store.states[: states.n_verified]
                 outcomes.append(len(given))
             except BaseException as error:  # noqa: BLE001
                 outcomes.append(type(error))
@@ -234,7 +323,7 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
             thread.join()
         assert len(outcomes) == n_threads
         assert set(outcomes) == {8}
-        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.pages):
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.path):
             pass
 
 
@@ -246,13 +335,13 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("_thread.start_new_thread", start)
             store.engine.threads._idle = SimpleQueue()
-            with store.engine.fetching(store.pages, streamed=True) as states:
+            with store.engine.fetching(store.path, streamed=True) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 1}
-            with store.engine.fetching(store.pages) as states:
+            with store.engine.fetching(store.path) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 2}
         read = []
         store.backend.before = read.append
-        assert store.fetch() == 8
+        assert fetch(store) == 8
         assert read == list(range(8))
