@@ -17,7 +17,6 @@ import pytest
 
 import prefixstore
 from benchmarks import readme, report
-from prefixstore import results
 from prefixstore.backends.lmdb import backend as lmdb_backend
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
@@ -27,7 +26,7 @@ from prefixstore.format import export, record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from prefixstore.format.record import FORMAT_VERSION, Record, checksum
 from tests.models.architectures import Memory, model
 from tests.models.catalogue import MODELS
 from tests.support import ROOT
@@ -108,8 +107,6 @@ def test_the_format_document_names_version_databases_and_codecs():
     assert "0 raw, 1 zstd, 2 planes" in FORMAT
     assert CODECS == {"raw": 0, "zstd": 1, "planes": 2}
     assert PLANES_HEADER.format == "<Q"
-    usage = Usage(3, 4, pinned=True, priority=-5, expires=6)
-    assert Usage.unpack(usage.pack()) == usage
 
 
 def test_the_session_in_the_documents_runs(tmp_path, monkeypatch):
@@ -208,15 +205,6 @@ def test_the_figures_are_those_of_the_results():
     assert report.markdown(results) == (ROOT / "docs" / "benchmarks.md").read_text()
     with pytest.raises(ValueError, match="has no row"):
         readme.with_figures("", results)
-
-
-def test_the_reasons_that_are_counted_are_documented():
-    source = "\n".join(path.read_text() for path in (ROOT / "prefixstore").rglob("*.py"))
-    groups = "miss|dropped|unreadable"
-    counted = set(re.findall(rf'"(?:{groups}):(\w+)"', source))
-    assert {"not_found", "corrupt", "error"} <= counted
-    missing = {reason for reason in counted if f'"{reason}"' not in results.Stats.__doc__}
-    assert not missing
 
 
 @pytest.mark.slow
