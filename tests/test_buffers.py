@@ -67,14 +67,9 @@ def test_idle_memory_is_bounded(monkeypatch):
     while held:
         held.pop().release()
     assert sum(memory.nbytes for memory in pool._idle) <= 250
-    big = pool.acquire(5000)
-    big.release()
-    assert [memory.nbytes for memory in pool._idle] == [5000]
-
-
-def test_a_small_buffer_takes_no_large_memory():
-    pool = BufferPool(None)
     pool.acquire(5000).release()
+    assert [memory.nbytes for memory in pool._idle] == [5000]
+    # a small one takes no large memory
     small = pool.acquire(100)
     assert [memory.nbytes for memory in pool._idle] == [5000]
     small.release()

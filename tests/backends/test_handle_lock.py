@@ -25,18 +25,6 @@ def is_free(handle):
     return not thread.is_alive()
 
 
-def test_a_thread_that_is_alone_may_enter_and_lock_again():
-    handle = HandleLock()
-    with handle.exclusive():
-        assert handle.is_held
-        with handle.exclusive():
-            pass
-        with handle.shared():
-            assert handle.is_held
-    assert not handle.is_held
-    assert is_free(handle)
-
-
 def test_an_error_or_an_interrupt_in_a_block_or_while_waiting_leaves_nothing_held():
     handle = HandleLock()
     for opened in (handle.shared, handle.exclusive):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from types import SimpleNamespace
 
@@ -15,8 +14,9 @@ from prefixstore.engine.keyspace import everything
 from prefixstore.format.figures import DAYS_KEPT, NOTE, Figures, History
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.saved_state import pack_state, unpack_state
+from tests.support import in_fork
 from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
-from tests.support.places import opened
+from tests.support.places import contents, opened
 
 NOW = time.time()
 TODAY = int(NOW // DAY)
@@ -90,12 +90,12 @@ def test_a_forked_child_does_not_count_again_what_its_parent_has_counted(tmp_pat
         store = Store(backend)
         ask(store, 3)
         store.engine.describe(Namespace({"model": "b" * 64}), "a model")
-        child = os.fork()
-        if child == 0:
+
+        def child():
             ask(store, 1)
             store.engine.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+
+        in_fork(child)
         assert kept(backend).models == {"b" * 12: "a model"}
         keep(store)
         assert store.engine.history().total().lookups == 4
@@ -230,13 +230,20 @@ def test_damaged_figures_are_replaced_with_a_warning(kind, caplog):
         assert kept(store.backend).total().lookups == 5
 
 
-def test_a_store_that_only_reads_writes_no_figures():
+def test_a_store_that_only_reads_writes_nothing():
     with store_of() as store:
         store.put(A)
+        before = contents(store.backend)
         store.open(read_only=True)
         ask(store, 2)
+        assert store.fetch(A) == 3
+        store.engine.captures.nudge()
         keep(store)
+        assert contents(store.backend) == before
         assert NOTE not in notes_of(store)
+        # nothing waits for a commit that never comes
+        assert not store.engine.captures.has_deferred
+        assert store.counters.group("dropped") == {}
         assert store.engine.history().total().lookups == 2
         assert store.engine.counters.unwritten()
 

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE
-from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, writer_of
+from tests.support.engines import A, B, MemoryPages, Store, gated, store_of, writer_of
 from tests.support.faults import FaultyBackend, FlakyBackend
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
@@ -95,24 +93,6 @@ def test_others_who_wait_or_capture_do_not_make_a_hanging_location_look_alive(mo
             gate.set()
             ended.set()
             thread.join(PATIENCE)
-
-
-def test_a_read_only_engine_writes_nothing(tmp_path):
-    Pages(LMDBBackend(tmp_path, MIB)).close()
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        store.put(A)
-    with store_of(Pages(LMDBBackend(tmp_path, MIB, read_only=True))) as store:
-        with store.backend.view() as view:
-            before = list(view.scan())
-        with writer_of(store, read_only=True) as writer:
-            assert store.fetch(A) == 3
-            writer.captures.nudge()
-            writer.flush()
-        with store.backend.view() as view:
-            assert list(view.scan()) == before
-        # nothing waits for a commit that never comes
-        assert not store.engine._committer.has_deferred
-        assert store.counters.group("dropped") == {}
 
 
 def test_a_bug_does_not_end_the_thread_of_the_queue():

@@ -17,7 +17,7 @@ from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
-from tests.support import PATIENCE, keys_of
+from tests.support import PATIENCE, in_fork, keys_of
 from tests.support.engines import (
     MIB,
     A,
@@ -403,36 +403,25 @@ def test_clear_pin_and_check_are_about_both_locations():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_uses_both_locations(tmp_path):
+def test_a_forked_child_uses_both_locations_and_closing_writes_what_waits_for_both(tmp_path):
     near = open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
     far = open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
     with tiers(near, far) as store:
         store.capture(LONG)
-        child = os.fork()
-        if not child:
-            status = 1
-            with suppress(BaseException):
-                store.engine.flush()
-                store.capture(A)
-                store.engine.flush()
-                status = 0 if store.restore(A) == 3 else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def child():
+            store.engine.flush()
+            store.capture(A)
+            store.engine.flush()
+            assert store.restore(A) == 3
+
+        in_fork(child)
         store.engine.flush()
         assert len(keys_of(far)) == len(keys_of(near)) == 13
-
-
-def test_closing_writes_what_waits_for_the_far_location(tmp_path):
-    near = open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
-    far = open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
-    with tiers(near, far) as store:
-        store.capture(LONG)
         store.capture(C)
+    # closing writes what waits
     with closing(open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)) as reopened:
-        assert len(keys_of(reopened)) == 13
-
-
-# -- deadlines ---------------------------------------------------------------------------------------------------------
+        assert len(keys_of(reopened)) == 16
 
 
 def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(near):
