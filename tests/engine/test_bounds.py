@@ -149,7 +149,7 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
 
 
 @pytest.mark.slow
-def test_damaged_pages_are_deleted_some_at_a_time():
+def test_damaged_pages_are_deleted_and_repairs_are_made_some_at_a_time():
     n_pages = 1300
     tokens = list(range(n_pages * P))
     with closing(Store(Counted(MemoryPages()))) as store:
@@ -167,27 +167,16 @@ def test_damaged_pages_are_deleted_some_at_a_time():
         assert store.backend.calls["scan"] == scans
         assert store.counters["corrupt"] == n_pages - 1
         assert store.match(tokens) == store.match([9] * P) == P
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["repair", "strays"])
-def test_repairs_are_made_some_at_a_time(how, monkeypatch):
-    n_pages = 1300
-    tokens = list(range(n_pages * P))
-    backend = Counted(MemoryPages())
-    with closing(Store(backend)) as store:
-        store.put(tokens, 1)
-        first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
-        with backend.inner.update() as transaction:
-            transaction.delete(first.key)
-        found = store.engine.upkeep.check()
-        store.match(tokens)
-        updates = backend.calls["update"]
-        if how == "repair":
+        deleter = store.engine.deleter
+        for repair in (deleter.repair, lambda _: deleter.delete_strays()):
+            store.put(tokens, 1)
+            first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
+            with store.backend.inner.update() as transaction:
+                transaction.delete(first.key)
+            found = store.engine.upkeep.check()
             assert [violation.rule for violation in found] == ["parent"]
-            removed = store.engine.deleter.repair(found)
-        else:
-            removed = store.engine.deleter.delete_strays()
-        assert removed.pages == n_pages - 1
-        assert removed.bytes == n_pages - 1
-        assert backend.calls["update"] - updates == 3
+            store.match(tokens)
+            updates = store.backend.calls["update"]
+            removed = repair(found)
+            assert removed.pages == removed.bytes == n_pages - 1
+            assert store.backend.calls["update"] - updates == 3

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from prefixstore.engine import keyspace
-from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Victims
+from prefixstore.engine.eviction import POLICIES, POOL, Victims
 from prefixstore.engine.keyspace import Leaf, leaf_row
 from prefixstore.format.record import Usage
 from tests.support.engines import NS, OTHER, MemoryPages, P, store_of
@@ -41,15 +41,10 @@ def fill(backend, n, *, space=NS, first=0, step=1):
         return [put(transaction, first + i, Usage(NOW + i * step), space=space) for i in range(n)]
 
 
-class Chooser:
-    """Chooses by a policy."""
-
-    def __init__(self, policy="lru", rank=None):
-        chosen = POLICIES[policy]()
-        self.rank = rank or (lambda keys, leaves: chosen.ranks(leaves))
-
-    def victims(self, view):
-        return Victims(view, self.rank)
+def ranked(policy="lru"):
+    """How a policy ranks leaves."""
+    chosen = POLICIES[policy]()
+    return lambda keys, leaves: chosen.ranks(leaves)
 
 
 def taken(victims, transaction, at_most=10**6):
@@ -89,11 +84,11 @@ def test_of_up_to_256_leaves_the_order_is_exact_and_a_page_comes_when_none_follo
             )
             key = put(transaction, number, usage, parent=above, space=space)
             pages[key], parents[key] = (usage, 8 if above else 4, space), above
-    choose = Chooser(policy)
+    rank = ranked(policy)
     # in several transactions
     while True:
         with backend.update() as transaction:
-            found = taken(choose.victims(transaction), transaction, 50)
+            found = taken(Victims(transaction, rank), transaction, 50)
         for key in found:
             leaves = [k for k, (usage, *_) in pages.items() if not usage.pinned and k not in parents.values()]
             assert key == min(leaves, key=lambda k: order(*pages[k][:2]))
@@ -109,7 +104,7 @@ def test_of_many_leaves_those_that_are_evicted_are_among_the_oldest():
     keys = fill(backend, 5000)
     age = {key: i for i, key in enumerate(keys)}
     with backend.update() as transaction:
-        found = [age[key] for key in taken(Chooser().victims(transaction), transaction, 500)]
+        found = [age[key] for key in taken(Victims(transaction, ranked()), transaction, 500)]
     assert len(set(found)) == 500
     # The fourth of 256 leaves is that new once in 10^18 times, and of 64, if all four samples were the same ones, once
     # in 10^6; that they are is as rare.
@@ -125,18 +120,18 @@ def test_a_sample_is_of_all_namespaces_by_how_many_leaves_they_have():
     fill(backend, 1500, space=OTHER)
     with backend.view() as view:
         # the first victim of each of 300 choosers, the oldest leaf that it has read
-        first = [Chooser().victims(view).lowest().namespace for _ in range(300)]
+        first = [Victims(view, ranked()).lowest().namespace for _ in range(300)]
     # 75 +- 7.5; were each namespace as likely as the other, it would be 150
     assert 22 < first.count(NS) < 128
 
 
 def test_all_are_taken_in_the_end_however_many_there_are_and_each_once(backend):
     keys = fill(backend, 200) + fill(backend, 100, space=OTHER)
-    choose = Chooser()
+    rank = ranked()
     found = []
     while True:
         with backend.update() as transaction:
-            some = taken(choose.victims(transaction), transaction, 80)
+            some = taken(Victims(transaction, rank), transaction, 80)
         found += some
         if not some:
             break
@@ -161,10 +156,10 @@ CHANGES = {
 @pytest.mark.parametrize("n", [100, 300])
 def test_what_others_have_changed_since_it_was_ranked_is_not_evicted(backend, what, n):
     fill(backend, n)
-    choose = Chooser()
+    rank = ranked()
     # ranked, and nothing is done with it
     with backend.view() as view:
-        victims = choose.victims(view)
+        victims = Victims(view, rank)
         changed = []
         for _ in range(20):
             changed.append((victim := victims.lowest()).key)
@@ -173,63 +168,44 @@ def test_what_others_have_changed_since_it_was_ranked_is_not_evicted(backend, wh
         for number, key in enumerate(changed):
             CHANGES[what](transaction, key, number)
     with backend.update() as transaction:
-        found = taken(choose.victims(transaction), transaction, n // 2)
+        found = taken(Victims(transaction, rank), transaction, n // 2)
     assert len(found) == n // 2
     assert not set(found) & set(changed)
 
 
-def test_kept_pages_go_last_and_expired_ones_first(backend):
+def test_expired_pages_go_first(backend):
     with backend.update() as transaction:
         keys = [put(transaction, i, Usage(NOW + i, expires=1 + i if i % 10 == 5 else 0)) for i in range(200)]
-    kept = set(keys[:200:10])
-
-    def rank(found, leaves):
-        return [KEPT if key in kept else leaves["last_used"][i] / 1e9 for i, key in enumerate(found)]
-
     with backend.update() as transaction:
-        found = taken(Chooser(rank=rank).victims(transaction), transaction)
+        found = taken(Victims(transaction, ranked()), transaction)
     assert found[:20] == keys[5::10]
-    assert found[-20:] == keys[::10]
-    assert len(found) == 200
 
 
 # -- rows that are wrong ----------------------------------------------------------------------------------------------
 
 
-def count_rows(backend):
-    with backend.view() as view:
-        return view.counts()
+SPOILED = {
+    "damaged": lambda _: b"garbage",
+    "deleted": lambda _: None,
+    "too low": lambda count: count._replace(leaves=0).pack(),
+    "too high": lambda count: count._replace(leaves=10**9).pack(),
+}
 
 
-def damaged(_):
-    return b"garbage"
-
-
-def deleted(_):
-    return None
-
-
-def too_low(count):
-    return count._replace(leaves=0).pack()
-
-
-def too_high(count):
-    return count._replace(leaves=10**9).pack()
-
-
-@pytest.mark.parametrize("spoiled", [damaged, deleted, too_low, too_high])
+@pytest.mark.parametrize("spoiled", SPOILED)
 @pytest.mark.parametrize("which", ["all", "namespaces"])
 def test_victims_are_found_whatever_the_counts_say(spoiled, which):
     backend = MemoryPages()
     keys = fill(backend, 200) + fill(backend, 100, space=OTHER)
-    rows = count_rows(backend)
+    with backend.view() as view:
+        rows = view.counts()
     chosen = [row for row in rows if (row == keyspace.COUNT) == (which == "all")]
-    write_rows(backend, *((row, spoiled(rows[row])) for row in chosen))
-    choose = Chooser()
+    write_rows(backend, *((row, SPOILED[spoiled](rows[row])) for row in chosen))
+    rank = ranked()
     with backend.update() as transaction:
-        found = taken(choose.victims(transaction), transaction, 250)
+        found = taken(Victims(transaction, rank), transaction, 250)
     with backend.update() as transaction:
-        found += taken(choose.victims(transaction), transaction)
+        found += taken(Victims(transaction, rank), transaction)
     assert sorted(found) == sorted(keys)
 
 
