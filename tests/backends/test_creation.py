@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from prefixstore.errors import UnavailableError
@@ -68,3 +70,22 @@ def test_who_only_reads_makes_nothing_and_writes_nothing(scheme, tmp_path, reque
             with pytest.raises(UnavailableError, match="read-only"):
                 use()
         assert set(contents(reader)) == {key}
+
+
+@pytest.mark.parametrize("location", ["lmdb://{}/new/kv", "sqlite:///{}/new/kv/kv.db"])
+def test_files_and_directory_are_for_their_owner_only(tmp_path, location):
+    def look():
+        return {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
+
+    before = os.umask(0)
+    try:
+        with opened(location.format(tmp_path)) as backend:
+            fill(backend, space(), [[1, 2, 3, 4]], size=3 << 20)
+            modes = look()
+        modes |= look()
+    finally:
+        os.umask(before)
+    lmdb = location.startswith("lmdb")
+    expected = ("data.mdb", "lock.mdb", "checked") if lmdb else ("kv.db", "kv.db-wal", "kv.db-shm")
+    assert modes == dict.fromkeys(expected, 0o600)
+    assert (tmp_path / "new" / "kv").stat().st_mode & 0o777 == 0o700

@@ -96,17 +96,6 @@ def test_payloads_are_memory_of_the_file(backend):
 # -- the location ------------------------------------------------------------------------------------------------------
 
 
-def test_files_and_directory_are_for_their_owner_only(tmp_path):
-    before = os.umask(0)
-    try:
-        LMDBBackend(tmp_path / "new" / "kv", MIB).close()
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
-    finally:
-        os.umask(before)
-    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
-    assert (tmp_path / "new" / "kv").stat().st_mode & 0o777 == 0o700
-
-
 def test_a_location_that_is_a_file_is_refused_and_untouched(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"mine")

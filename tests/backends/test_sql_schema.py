@@ -22,7 +22,7 @@ from prefixstore.errors import IncompatibleError, LocationError
 from tests.support.places import refusal
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
 from tests.support.rows import delete
-from tests.support.sql_rows import MIB, change, contents, opened, put, require_intact, row
+from tests.support.sql_rows import change, contents, opened, put, require_intact, row
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,18 +178,6 @@ def test_a_store_may_share_its_database_with_others(new_database):
 
 
 # -- SQLite: the file --------------------------------------------------------------------------------------------------
-
-
-def test_the_file_and_its_directory_are_for_their_owner_only(tmp_path):
-    before = os.umask(0)
-    try:
-        with opened(f"sqlite:///{tmp_path}/new/kv.db") as backend:
-            put(backend, row(1, 3 * MIB))
-            modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
-    finally:
-        os.umask(before)
-    assert modes == {"kv.db": 0o600, "kv.db-wal": 0o600, "kv.db-shm": 0o600}
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_connection_has_the_settings_that_are_documented(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pwd
 import shutil
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.support.places import DISK, small_disk
-from tests.support.signals import suspend
+from tests.support.signals import started, suspend
 
 S = TypeVar("S", bound="Server")
 
@@ -81,16 +80,8 @@ class Server:
         # of one that was killed
         (self.data / "postmaster.pid").unlink(missing_ok=True)
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
-        with (self.sockets / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [program, *arguments, "-c", "listen_addresses=", *QUIET],
-                cwd=self.sockets,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
-                **self._identity(),
-            )
+        command = [program, *arguments, "-c", "listen_addresses=", *QUIET]
+        self.process = started(command, self.sockets / "log", cwd=self.sockets, **self._identity())
         for _ in range(3600):
             if (self.data / "postmaster.pid").exists() and "ready" in (self.data / "postmaster.pid").read_text():
                 return
@@ -159,12 +150,6 @@ def _children(parent: int) -> list[int]:
 def _is_running(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], check=False, capture_output=True, text=True).stdout
     return state.strip()[:1] not in ("", "Z")
-
-
-def _end_with_parent() -> None:
-    """In the child, as its own user: a test run that is killed leaves no server running."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
 
 
 @contextmanager
