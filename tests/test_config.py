@@ -119,34 +119,23 @@ def test_unknown_settings_are_refused_with_the_most_similar_name(tmp_path, text,
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Config(), "no model is given"),
-        (Config("nowhere.gguf"), "model file not found"),
-    ],
-)
-def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        config.open_llama()
+UNUSABLE = {
+    "a quantized type_v needs flash_attn = true": [{"n_ctx": 64, "type_v": "q8_0"}],
+    r"known are bf16, f16, f32.*q8_0": [{"type_k": "q9"}],
+    r"is not a value known to llama\.cpp": [{"type_k": -1}, {"type_v": "q4_k"}, {"split_mode": 9}],
+    "cannot load": [{"lora_path": [1]}, {"kv_overrides": "x"}, {"numa": "x"}],
+}
 
 
-def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
-    with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
-        Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
-    with pytest.raises(InvalidParameterError, match=r"known are bf16, f16, f32.*q8_0") as caught:
-        Config(str(models("llama")), {"type_k": "q9"}).open_llama()
-    assert "count" not in str(caught.value)
-    for wrong in ({"type_k": -1}, {"type_v": "q4_k"}, {"split_mode": 9}):
-        with pytest.raises(InvalidParameterError, match=r"is not a value known to llama\.cpp"):
-            Config(str(models("llama")), wrong).open_llama()
-    for wrong in ({"lora_path": [1]}, {"kv_overrides": "x"}, {"numa": "x"}):
-        with pytest.raises(InvalidParameterError, match="cannot load"):
-            Config(str(models("llama")), wrong).open_llama()
+def test_a_model_or_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"nothing")
-    with pytest.raises(InvalidParameterError, match="cannot load"):
-        Config(str(broken)).open_llama()
+    wrong = [(says, Config(str(models("llama")), given)) for says in UNUSABLE for given in UNUSABLE[says]]
+    wrong += [("no model is given", Config()), ("model file not found", Config("nowhere.gguf"))]
+    for says, config in [*wrong, ("cannot load", Config(str(broken)))]:
+        with pytest.raises(InvalidParameterError, match=says) as caught:
+            config.open_llama()
+        assert "count" not in str(caught.value)
 
 
 def test_every_model_setting_is_a_parameter_of_llama():
@@ -163,9 +152,6 @@ def test_every_model_setting_is_a_parameter_of_llama():
         "tokenizer",
         "kwargs",
     }
-
-
-# -- why a namespace differs ------------------------------------------------------------------------------------------
 
 
 def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.llama.paged_memory import PagedMemory
-from tests.support import ROOT
 from tests.support.models import answer, prompt
-from tests.support.places import small_disk
 
 TOKENS = prompt(700)
 
@@ -59,30 +55,3 @@ def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, co
         stats = store.stats()
         assert stats.unreadable == {"refused": 1}
         assert stats.tokens_restored == 256
-
-
-FULL_DISK = """
-import sys
-from prefixstore import PrefixStore
-from tests.support.models import answer, load, prompt
-llm = load(sys.argv[1])
-with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
-    llm.set_cache(store)
-    for seed in range(30):
-        llm.reset()
-        answer(llm, prompt(700, seed), 2)
-        store.engine.drain()
-    last = store.match(prompt(700, 29)).n_tokens
-    assert store.check() == [], store.check()
-    stats = store.stats()
-    assert stats.evictions or stats.dropped.get("full"), stats
-    print(last, stats.evictions, stats.dropped)
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
-    with small_disk(tmp_path, 8) as disk:
-        script = [sys.executable, "-c", FULL_DISK, str(models("llama")), str(disk / "kv")]
-        done = subprocess.run(script, check=False, capture_output=True, text=True, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr

@@ -109,13 +109,6 @@ def test_of_an_archive(value, name):
 
 
 @BOUNDED
-@given(OBJECTS)
-def test_of_an_archive_that_is_opened(value):
-    with ours(), Archive("memory:", create=True, max_bytes=value) as archive:
-        archive.used()
-
-
-@BOUNDED
 @given(OBJECTS, TEXTS)
 def test_of_sizes_and_durations(value, text):
     for one in (value, text):

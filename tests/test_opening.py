@@ -38,9 +38,6 @@ def test_what_needs_a_llama_says_so_before_one_is_attached(llama, tmp_path):
         assert store.match(prompt(300), llm).n_tokens == 0
 
 
-# -- how many pages ----------------------------------------------------------------------------------------------------
-
-
 def test_the_length_of_a_store_is_its_pages_and_an_empty_one_is_true(llama):
     with PrefixStore("memory:") as store:
         llm = attached(store, llama())

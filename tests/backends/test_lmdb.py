@@ -81,9 +81,6 @@ class FaultError(Exception):
     """Raised on purpose."""
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def test_payloads_are_memory_of_the_file(backend):
     key = write(backend, 1, 50_000)
     with backend.view() as view:

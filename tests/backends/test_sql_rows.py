@@ -279,9 +279,6 @@ def test_used_is_the_size_of_the_sqlite_file(tmp_path):
         assert (tmp_path / "kv.db").stat().st_size <= before + MIB
 
 
-# -- erasing -----------------------------------------------------------------------------------------------------------
-
-
 def test_after_erasing_nothing_of_a_deleted_row_is_in_the_files(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         kept = put(backend, row(1, MIB))

@@ -175,9 +175,6 @@ def test_damaged_notes_are_ignored():
     assert not POLICIES["lru"]().load(packed)
 
 
-# -- the parts of it ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("best", [Mode.LRU, Mode.LFU])
 def test_the_order_that_has_the_most_hits_wins_the_duel(best):
     duel, chance = Duel(), random.Random(7)

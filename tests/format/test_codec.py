@@ -181,9 +181,6 @@ def test_an_unknown_codec_number_is_taken_for_a_newer_version():
         decode(dataclasses.replace(record_of(b"x", 1), codec=9), b"y")
 
 
-# -- what the user asks for --------------------------------------------------------------------------------------------
-
-
 UNKNOWN = r"codec=.* is unknown; choose one of 'auto', 'raw', 'zstd', 'planes'"
 REFUSED = {
     UNKNOWN: ["lzma", "", "ZSTD", "zstd ", "planes2", "blosc2:3", "auto:3", None, 3, b"zstd"],

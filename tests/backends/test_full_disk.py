@@ -1,4 +1,4 @@
-"""SQLite on a disk that is full: pages are refused and all others can be read, until there is space again."""
+"""A disk that is full: pages are refused and all others can be read, until there is space again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def disk(tmp_path):
         yield mounted
 
 
-def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(disk):
-    location = f"sqlite:///{disk}/kv.db"
+@pytest.mark.parametrize("location", ["lmdb://{}/kv", "sqlite:///{}/kv.db"])
+def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(disk, location):
+    location = location.format(disk)
     with closing(open_pages(location, max_bytes=1 << 30)) as backend:
         fill(backend, space("t"), [[1, 1, 2, 3]], size=100_000)
         stored = keys_of(backend)
