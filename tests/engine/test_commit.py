@@ -38,21 +38,6 @@ def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception()
         assert store.engine.lookups.missing(NS, as_tokens(B[:4]), P) == [(0, 4)]
 
 
-def test_a_bug_in_the_codec_leaves_no_unreadable_page():
-    with store_of() as store:
-
-        def broken(namespace, raw):
-            raise ZeroDivisionError
-
-        encode, store.engine.captures._committer._encode = store.engine.captures._committer._encode, broken
-        batch = store.announce(A)
-        with pytest.raises(ZeroDivisionError):
-            store.engine.commit(batch)
-        assert store.match(A) == 0
-        store.engine.captures._committer._encode = encode
-        assert store.put(A) == 3
-
-
 # -- beside restores and other processes -------------------------------------------------------------------------------
 
 

@@ -172,22 +172,6 @@ def test_each_changed_row_is_a_miss_counted_and_mended(tmp_path):
             assert archive.check() == []
 
 
-def contents_or_nothing(pages):
-    """All pages that can be read."""
-    found = {}
-    with pages.view() as view:
-        for key, record, usage in view.scan():
-            if isinstance(record, Record):
-                found[key] = (record, usage, bytes(view.payload(key)))
-    return found
-
-
-def settled(pages):
-    """All pages, once the keys of others are known: the first view may miss what is under them."""
-    contents_or_nothing(pages)
-    return contents(pages)
-
-
 def test_rows_and_payloads_that_are_exchanged_or_moved_are_misses(tmp_path):
     url, other = f"lmdb://{tmp_path}/kv", f"lmdb://{tmp_path}/other"
     with opened(url, NEW) as pages, opened(other, NEW) as elsewhere:
@@ -273,22 +257,6 @@ def test_what_is_written_again_is_under_the_newest_key_and_rotation_does_it_for_
     assert key_id(NEW).hex() in refusal(url, key=Given(OLD))
     with opened(url, NEW) as pages:
         assert contents(pages) == before
-
-
-def test_two_processes_with_different_newest_keys_share_a_location(tmp_path):
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, OLD, NEW) as one, opened(url, NEW, OLD) as two:
-        fill(one, ALICE, SEQUENCES[:1])
-        fill(two, ALICE, SEQUENCES[1:2])
-        fill(one, ALICE, SEQUENCES[2:])
-        assert settled(one) == settled(two)
-        assert len(settled(one)) == 6
-        assert two.encrypted.rotate()[1] == 0
-        assert ids_in(two) == ({key_id(NEW)},) * 2
-        # each of them writes under its own
-        fill(one, ALICE, [[30, 31, 32]])
-        assert ids_in(two) == ({key_id(NEW), key_id(OLD)},) * 2
-        assert settled(one) == settled(two)
 
 
 def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from prefixstore.engine.adaptive_policy import Access, Adaptive, Duel, Mode
+from prefixstore.engine.adaptive_policy import Adaptive, Mode
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.engine.keyspace import LEAVES, Leaf
 from prefixstore.engine.page import Page
 from prefixstore.traces.replay import InEngine
@@ -104,26 +103,6 @@ def test_it_learns_what_is_used_again_and_goes_by_last_use_where_that_is_better(
     assert hits["adaptive"] > at_least * max(hits["lru"], 1)
 
 
-def test_the_age_of_a_page_is_the_number_of_prompts_since_its_last_use_also_where_few_are_remembered(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.adaptive_policy.TIMES_KEPT", 100)
-    policy = Adaptive()
-    start, first = now_of(policy), policy._clock
-    chance, times, now = random.Random(8), [], start
-    for _ in range(950):
-        now += chance.randint(1, SECOND)
-        times.append(now)
-        policy.looked_up([], 1, now)
-    assert len(policy._times) < 200
-    for i in range(800, 950):
-        # of any time between two prompts it is the clock of the first one
-        for when in (times[i], (times[i + 1] if i < 949 else times[i] + SECOND) - 1):
-            assert policy._clocks(np.array([when])) == [first + i + 1]
-    asked = np.array([start - SECOND * 10**6, *times, times[-1] + SECOND], np.int64)
-    assert sorted(policy._clocks(asked)) == policy._clocks(asked).tolist()
-    # those that are not remembered are estimated
-    assert policy._clocks(np.array([times[400]]))[0] == pytest.approx(first + 401, abs=60)
-
-
 def test_among_similar_pages_the_largest_is_evicted_first():
     policy = by_what_was_learned()
     pages = [page(i, stored_bytes=size, last_used=now_of(policy)) for i, size in enumerate((100, 1))]
@@ -173,19 +152,3 @@ def test_damaged_notes_are_ignored():
         assert not fresh.load(bad)
     assert fresh.load(packed)
     assert not POLICIES["lru"]().load(packed)
-
-
-@pytest.mark.parametrize("best", [Mode.LRU, Mode.LFU])
-def test_the_order_that_has_the_most_hits_wins_the_duel(best):
-    duel, chance = Duel(), random.Random(7)
-    duel.resize(400)
-    # what was learned says the opposite of what would help
-    worth = np.tile(np.arange(AGES, dtype=np.float64) + 1, CLASSES)
-    for clock in range(8_000):
-        if best is Mode.LRU:
-            number, uses = clock // 40 + chance.randrange(80), 1
-        else:
-            number = chance.randrange(80) if chance.random() < 0.3 else 1000 + clock
-            uses = 20 if number < 1000 else 1
-        duel.access(Access(number, 0, uses, clock, 1, 1.0), worth)
-    assert duel.mode is best

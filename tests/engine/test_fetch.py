@@ -136,17 +136,6 @@ def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
         assert store.backend.fetches_closed == (3 if codecs else 0)
 
 
-# -- states in memory --------------------------------------------------------------------------------------------------
-
-
-def test_a_pending_page_is_served_from_its_buffer():
-    with store_of(MIXED, pending=3) as store:
-        assert fetch(store) == len(MIXED) + 3
-        for new in store.news[-3:]:
-            new.buffer.release()
-        assert store.buffers.in_use == 0
-
-
 def test_a_state_in_ram_is_not_read():
     with store_of(MIXED) as store:
         store.engine._ram = store.fetcher._ram = RamTier(1 << 24)

@@ -153,9 +153,6 @@ def failing():
     return FlakyBackend(MemoryPages())
 
 
-# -- what is new goes to both, what is fetched is kept -----------------------------------------------------------------
-
-
 def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_keeps_it(near, far):
     with tiers(MemoryPages(), far) as one:
         assert one.capture(LONG) == 10
@@ -172,19 +169,6 @@ def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_kee
             assert other.restore(LONG) == 10
             assert other.given() == (10, 10)
             assert other.engine.tiers()[0].kept == 10
-
-
-def test_each_page_comes_from_the_nearest_location_that_has_it(near):
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(near, far) as other:
-            other.capture(LONG[: 4 * P])
-            assert other.restore(LONG) == 10
-            assert other.given() == (4, 6)
-            assert other.restore(LONG) == 10
-            assert other.given() == (14, 6)
 
 
 # -- the far queue -----------------------------------------------------------------------------------------------------
@@ -247,20 +231,6 @@ def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
 
 
 # -- a far location that fails ----------------------------------------------------------------------------------------
-
-
-def test_the_loss_of_the_far_location_costs_nothing_but_its_pages(near, monkeypatch):
-    far = failing()
-    with tiers(near, far) as store:
-        store.capture(LONG)
-        store.engine.flush()
-        far.fails = True
-        assert store.restore(LONG) == 10
-        assert store.restore([*LONG, *A]) == 10
-        assert store.capture([*LONG, *A]) == 3
-        store.engine.flush()
-        assert store.restore([*LONG, *A]) == 13
-        far.fails = False
 
 
 def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypatch):
