@@ -383,6 +383,8 @@ class ServerSession:
                         counters.count(f"miss:{claim.reason}", namespace=namespace)
                     elif usage.cached_tokens:
                         counters.count("live_hits", namespace=namespace)
+                if self.manager is not None:
+                    self.manager.note_use(claim)
 
     def remove_files(self) -> None:
         """Delete what is left in the directory of the slots."""

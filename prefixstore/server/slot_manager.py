@@ -289,6 +289,11 @@ class SlotManager:
         slot.used = time.monotonic()
         self.pool.release(slot)
 
+    def note_use(self, claim: Claim) -> None:
+        """Have the store note that a prompt was asked for, unless a restore has done that."""
+        if (store := self._store) is not None and claim.restored_seconds is None:
+            self._threads.submit(store.use, claim.tokens, claim.owner)
+
     async def save_when_idle(self) -> None:
         """Save slots at the right moments, until cancelled."""
         while True:

@@ -240,6 +240,11 @@ class SlotStore:
         place = self.ways[-1].place(self.place(salt))
         return self.engine.match(place.namespace.key, tokens, place.page_tokens).n_tokens
 
+    def use(self, tokens: Tokens, salt: str | None) -> None:
+        """Note that a prompt was asked for of which nothing was restored: a slot held it, or it is not stored."""
+        found, way = self._found(tokens, salt)
+        self.engine.touch(way.place(self.place(salt)).namespace.key, found.pages, len(tokens))
+
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self.identity.props.n_ctx], self.store.min_tokens
         return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)

@@ -32,9 +32,9 @@ KEY = "sk-tests-0123456789"
 
 
 @pytest.mark.slow
-def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alone: Running):
-    right = own_answers(alone, prompt(1))
-    served = serve()
+def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alone: Running, tmp_path: Path):
+    right, trace = own_answers(alone, prompt(1)), tmp_path / "trace"
+    served = serve(environment={"PREFIXSTORE_TRACE": str(trace)})
     assert ": empty" in served.text()
     cold = served.complete(prompt(1))
     assert cold["content"] in right
@@ -44,7 +44,7 @@ def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alon
     assert served.stop() == 0
     assert "prefixstore: stopping" in served.text()
     assert not any(said in served.text() for said in ("peculiar", prompt(1)[:30])), "no prompt reaches the log"
-    served = serve()
+    served = serve(environment={"PREFIXSTORE_TRACE": str(trace)})
     assert re.search(r"is ready; store lmdb://\S+: \d+ pages, \d", served.text())
     warm = served.complete(prompt(1))
     assert warm["content"] in right
@@ -54,6 +54,14 @@ def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alon
         assert served.counts(1, "prefixstore_requests_total", endpoint="/completion", source=source)
         assert served.counts(1, "prefixstore_lookups_total", source=source)
     assert served.counts(cached(warm), "prefixstore_request_restored_tokens_total", endpoint="/completion")
+
+    def hits() -> list[int]:
+        lines = [json.loads(line) for line in trace.read_text().splitlines() if line]
+        return [line["hit_length"] for line in lines if "hit_length" in line]
+
+    # the one that missed, the restored one, and the one whose slot still held it
+    wait_for(lambda: len(hits()) == 3, "a request is not in the trace")
+    assert hits() == [0, cached(warm), cached(warm)]
 
 
 @pytest.mark.slow
