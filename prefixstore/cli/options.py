@@ -109,7 +109,7 @@ HELP = {
     "max_bodies": ("SIZE", "Size limit of all requests together; by default 16 times --max-body."),
     "max_waiting": ("N", "Requests that may wait for a slot; further ones get 503."),
     "allow_field": ("NAME", "A request field unknown to prefixstore that affects only sampling; can be repeated."),
-    "serve.timeout": ("S", "Seconds to wait for the next byte of the server."),
+    "serve.timeout": ("S", "Seconds to wait for the next byte of the server, and until one of --server is ready."),
     "timeout": ("SECONDS", "Timeout of a request in seconds."),
     "slot": ("N", "Number of the slot."),
     "every": ("", "All slots that are idle."),

@@ -124,7 +124,7 @@ class Proxy:
         if path in self._own.paths:
             await self._own.answer(exchange)
         elif not self._session.is_ready:
-            raise RefusedError("the server is starting", 503)
+            raise RefusedError(self._session.unready, 503)
         # a body takes of what the bodies of all have together
         elif (exchange.method not in READS or exchange.has_body) and (
             refusal := await self._admission.refusal(exchange.headers)
@@ -222,7 +222,7 @@ class Proxy:
         if owner is not None and ask.cache_salt is not None:
             owner = within(owner, ask.cache_salt)
         if not await self._session.look():
-            raise RefusedError("the server is starting", 503)
+            raise RefusedError(self._session.unready, 503)
         if tenants is None and self._session.is_never_stored:
             # the server itself knows best which slot has the prompt
             self._passed(exchange, self._session.reason or "")

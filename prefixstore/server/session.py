@@ -157,6 +157,11 @@ class ServerSession:
         return self.store.reason
 
     @property
+    def unready(self) -> str:
+        """Why no request is answered, while that is so."""
+        return "the server has ended, or was replaced" if self._is_other.is_set() else "the server is starting"
+
+    @property
     def is_never_stored(self) -> bool:
         """Whether nothing can be stored of this server. A store that could not be opened may be soon."""
         return self.store is not None and self.store.reason is not None
@@ -291,9 +296,10 @@ class ServerSession:
         Raises
         ------
         PrefixStoreError
-            If the server or the store cannot be used, or another server answers, or none.
+            If the server or the store cannot be used, or another server answers, or none for as long as is waited for a
+            byte of it.
         """
-        said = ""
+        said, began, seconds = "", time.monotonic(), self._settings.timeout
         while not self.is_ready:
             problem = "it does not answer"
             try:
@@ -305,6 +311,8 @@ class ServerSession:
             if problem != said:
                 log.warning("waiting for %s: %s", self.upstream.url, problem)
                 said = problem
+            if time.monotonic() > began + seconds:
+                raise ServerError(f"{self.upstream.url} is not ready after {seconds:g} s (--timeout): {problem}")
             await asyncio.sleep(PAUSE)
         await self._is_other.wait()
         raise ServerError(f"none or a different server answers at {self.upstream.url} now: start this one again")

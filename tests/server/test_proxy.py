@@ -511,6 +511,12 @@ def test_the_hooks_say_that_the_proxy_needs_none(
 # -- a server that runs already, or is started by something else ------------------------------------------------------
 
 
+def test_a_server_that_never_answers_is_not_waited_for_without_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    command = ["serve", str(tmp_path / "store"), "--port", "0", "--server", "http://127.0.0.1:9", "--timeout", "1"]
+    assert main([*command, "--slots-dir", str(tmp_path), "--namespace", "mine"]) == 1
+    assert "http://127.0.0.1:9 is not ready after 1 s (--timeout): it does not answer" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [(), ("--namespace", "mine")])
 def test_it_ends_when_the_server_was_replaced_by_another_one(
@@ -534,7 +540,8 @@ def test_it_ends_when_the_server_was_replaced_by_another_one(
         # without a name its process is looked at, otherwise it is asked now and then
         while served.process.poll() is None:
             with suppress(httpx.TransportError):
-                assert served.post("/completion", json={"prompt": [5, 6], "n_predict": 1}).status_code in (200, 503)
+                answer = served.post("/completion", json={"prompt": [5, 6], "n_predict": 1})
+                assert answer.status_code == 200 or "has ended, or was replaced" in answer.text
         assert served.ended() == 1
         assert "different server answers" in served.text()
         assert other.is_alive()
