@@ -241,7 +241,6 @@ class ServerSession:
     def _use(self, store: SlotStore) -> None:
         """Give the requests of the server this store."""
         assert self.manager is not None, "it was met"
-        self.manager.pool.can_cut = store.can_cut
         self.manager.use(store if store.reason is None else None)
         if not store.can_cut:
             # a large vocabulary takes a second

@@ -46,10 +46,6 @@ STOP_SECONDS = 60.0
 COPY_SECONDS = 0.5
 
 
-class SlotUnusableError(Exception):
-    """A slot could not be emptied."""
-
-
 class SlotManager:
     """Gives the slots of a server to requests, and saves them afterwards, from the start of the server to its end.
 
@@ -67,13 +63,12 @@ class SlotManager:
         self.copies: set[asyncio.Task[None]] = set()
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
-        # the idle slot that is being saved, and until when
-        self._saving: tuple[PoolSlot, asyncio.Future[bool]] | None = None
         self.use(store)
 
     def use(self, store: SlotStore | None) -> None:
         """Use this store from now on; None: slots are only given out."""
         self._store, self.pool.has_store = store, store is not None
+        self.pool.can_cut = store is None or store.can_cut
         self.pool.changed.set()
 
     def start(self) -> None:
@@ -119,29 +114,19 @@ class SlotManager:
         if usable := self.pool.idle(wanted):
             # one that has to wait asks when it has its slot: by then there is more in the store
             await self._find(claim, usable)
-        while wanted is None and (saving := self._saving_for(claim)) is not None:
-            await asyncio.wait({saving})
         slot = claim.slot = await self.pool.take(claim)
         try:
-            await _to_its_end(self._prepare(claim))
-        except SlotUnusableError:
-            # it is emptied before its next use, and not saved
-            slot.doubt()
-            slot.owner = owner
-            claim.reason, claim.must_compute = "error", True
+            is_usable = await _to_its_end(self._prepare(claim))
         except BaseException:
             self.pool.release(slot)
             raise
+        if not is_usable:
+            # it is emptied before its next use, and not saved
+            slot.doubt()
+            claim.reason, claim.must_compute = "error", True
+        # it may hold tokens of this tenant, however the request ends
+        slot.owner = owner
         return claim
-
-    def _saving_for(self, claim: Claim) -> asyncio.Future[bool] | None:
-        """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
-        if self._saving is None:
-            return None
-        slot, saving = self._saving
-        lead = self.pool.lead(slot, claim)
-        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.is_faster(self.rates.saving(len(slot.tokens)), lead)
-        return saving if is_worth_it else None
 
     @contextlib.asynccontextmanager
     async def all_slots(
@@ -192,8 +177,11 @@ class SlotManager:
         claim.lookup_seconds = time.perf_counter() - began
         claim.found = found or Restored(reason="unavailable")
 
-    async def _prepare(self, claim: Claim) -> None:
+    async def _prepare(self, claim: Claim) -> bool:
+        """Save, empty and fill a slot for a request, as needed; whether what it holds may be used."""
         slot, claim.reason = claim.slot, None
+        if slot.saving is not None:
+            await asyncio.wait({slot.saving})
         # it may be another one than those that could be had before
         await self._find(claim, [slot])
         plan, found = self.pool.weigh(slot, claim), claim.found
@@ -206,18 +194,19 @@ class SlotManager:
             claim.reason = found.reason or (None if found is NOT_ASKED else "not_found")
         if plan.save_first:
             await self._save(slot)
-        if plan.erase_first:
-            await self._empty(slot)
+        if plan.erase_first and not await self._empty(slot):
+            return False
         if plan.restore:
-            await self._restore(claim)
+            if not await self._restore(claim):
+                return False
         elif found.n_tokens > plan.n_usable:
             claim.reason = "slow"
             self.rates.left_out()
         claim.n_reused = self.pool.weigh(slot, claim).n_usable
-        # it may hold tokens of this tenant, however the request ends
-        slot.owner = claim.owner
+        return True
 
-    async def _restore(self, claim: Claim) -> None:
+    async def _restore(self, claim: Claim) -> bool:
+        """Fill a slot for a request; whether what it holds after that may be used."""
         slot, began = claim.slot, time.perf_counter()
         done = await self._ask_store("restore", lambda store: store.restore(slot.id, claim.tokens, salt=claim.owner))
         claim.restored_seconds = time.perf_counter() - began
@@ -227,20 +216,22 @@ class SlotManager:
             # until it was emptied for certain.
             slot.filled(NO_TOKENS, slot.owner)
             slot.doubt()
-            await self._empty(slot)
-        elif done.n_tokens == 0:
+            return await self._empty(slot)
+        if done.n_tokens == 0:
             claim.reason = done.reason or "not_found"
         else:
             slot.filled(claim.tokens[: done.n_tokens], claim.owner)
             claim.n_restored, claim.saved_seconds, claim.reason = done.n_tokens, done.saved_seconds, None
             self.rates.restored(done.n_tokens, done.n_bytes, claim.restored_seconds)
+        return True
 
-    async def _empty(self, slot: PoolSlot) -> None:
-        done = await self._quietly("erase", lambda: (self._erase(slot.id), True)[1])
-        if not done:
-            slot.doubt(Rows.ALTERED)
-            raise SlotUnusableError
-        slot.emptied()
+    async def _empty(self, slot: PoolSlot) -> bool:
+        """Empty a slot; whether that was done."""
+        if await self._quietly("erase", lambda: (self._erase(slot.id), True)[1]):
+            slot.emptied()
+            return True
+        slot.doubt(Rows.ALTERED)
+        return False
 
     async def empty_tainted(self) -> None:
         """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
@@ -248,8 +239,7 @@ class SlotManager:
             if not slot.is_clean and not slot.is_busy:
                 self.pool.hold(slot)
                 try:
-                    with contextlib.suppress(SlotUnusableError):
-                        await _to_its_end(self._empty(slot))
+                    await _to_its_end(self._empty(slot))
                 finally:
                     self.pool.release(slot)
 
@@ -307,18 +297,16 @@ class SlotManager:
                 await asyncio.wait_for(self.pool.changed.wait(), wait)
 
     async def _save_idle(self, slot: PoolSlot) -> None:
-        """Take a slot, save it, and give it back."""
-        self.pool.hold(slot)
-        saving = asyncio.ensure_future(self._save(slot))
-        self._saving = slot, saving
+        """Save a slot that no request has; one that takes it meanwhile waits for that."""
+        slot.saving = asyncio.ensure_future(self._save(slot))
         try:
-            await _to_its_end(saving)
+            await _to_its_end(slot.saving)
         finally:
-            self._saving = None
-            self.pool.release(slot)
+            slot.saving = None
+            self.pool.changed.set()
 
     async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> bool:
-        """Copy what a busy slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
+        """Copy what a slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
         if not self.pool.may_save(slot):
             return False
         while len(self.copies) >= MAX_COPIES:

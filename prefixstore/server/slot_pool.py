@@ -62,8 +62,10 @@ class PoolSlot:
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     owner: str | None = None
     rows: Rows = Rows.CLEAN
-    # a request or a save has it
+    # a request has it
     is_busy: bool = False
+    # a save while none had it: who takes it waits for that
+    saving: asyncio.Future[bool] | None = None
     # tokens that entered it since it was saved, and when the first of them did
     n_unsaved: int = 0
     unsaved_since: float = 0.0
@@ -206,8 +208,8 @@ class SlotPool:
 
     @property
     def n_busy(self) -> int:
-        """How many slots are in use."""
-        return sum(slot.is_busy for slot in self.slots)
+        """How many slots are in use, or are being saved."""
+        return sum(slot.is_busy or slot.saving is not None for slot in self.slots)
 
     def idle(self, wanted: int | None = None) -> list[PoolSlot]:
         """Idle slots; only `wanted`, if it is given."""
@@ -297,7 +299,7 @@ class SlotPool:
         seconds = rates.computing(len(claim.tokens) - kept)
         if plan.restore:
             seconds += rates.restoring(claim.found.n_bytes)
-        if plan.save_first:
+        if plan.save_first or slot.saving is not None:
             seconds += rates.saving(len(slot.tokens))
         # who comes back to what is lost here waits for a restore, or for the computing of what was not saved
         n_unsaved = min(plan.n_lost, slot.n_unsaved) if slot.is_dirty and not plan.save_first else 0
@@ -309,10 +311,6 @@ class SlotPool:
         if slot.must_empty(trusts=claim.trusts) or slot.owner != claim.owner:
             return 0
         return common_prefix(slot.tokens, claim.tokens)
-
-    def lead(self, slot: PoolSlot, claim: Claim) -> int:
-        """How many more tokens of a prompt a slot holds than every idle one."""
-        return self.live(slot, claim) - max((self.live(other, claim) for other in self.idle()), default=0)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

@@ -184,6 +184,7 @@ class Store:
 
     n_bytes = 1
     reason = None
+    can_cut = True
     has_media = False
     saved_seconds = 0.0
 
@@ -311,7 +312,7 @@ def test_a_prompt_that_is_too_short_for_the_store_is_told_so():
 # -- when slots are saved ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("others", [0, 50])
+@pytest.mark.parametrize("others", [0, 60])
 def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_slot_has_as_much(others: int):
     store = Store(held=P60)
 
