@@ -7,7 +7,7 @@ as it was given, so it can at most give the server a namespace of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,9 +94,8 @@ UNDERSTOOD: tuple[tuple[str, str, str | None, bool], ...] = (
 )
 # by option: the setting, and how many values it has
 KNOWN = {name: (setting, 0 if is_flag else 1) for setting, names, _, is_flag in UNDERSTOOD for name in names.split()}
-# by variable: the setting
-VARIABLES = {f"LLAMA_ARG_{variable}": setting for setting, _, variable, _ in UNDERSTOOD if variable is not None}
-FLAG_SETTINGS = {setting for setting, _, _, is_flag in UNDERSTOOD if is_flag}
+# by variable: an option
+VARIABLES = {f"LLAMA_ARG_{variable}": names.split()[0] for _, names, variable, _ in UNDERSTOOD if variable is not None}
 ORDER = {name: i for i, name in enumerate(VARIABLES)}
 
 # Options with which nothing is stored, by how they begin, and the reason.
@@ -117,12 +116,6 @@ OTHER_VARIABLES = """
 BATCH UBATCH CHECKPOINT_MIN_SPACING_NT STATIC_PATH ENDPOINT_METRICS ENDPOINT_PROPS ENDPOINT_SLOTS THINK THINK_BUDGET
 THINK_BUDGET_MESSAGE SPEC_DRAFT_HF_REPO SPEC_DRAFT_CACHE_TYPE_K SPEC_DRAFT_CACHE_TYPE_V
 """.split()  # noqa: SIM905 - as above
-REFUSED_VARIABLES = {
-    "EMBEDDINGS": "embeddings",
-    "RERANKING": "embeddings",
-    "MODELS_DIR": "router",
-    "MODELS_PRESET": "router",
-}
 VARIABLE = re.compile(r"LLAMA_ARG_(NO_)?(\w+)")
 # not of an option: rotates K and V before they are quantized
 ROTATION = "LLAMA_ATTN_ROT_DISABLE"
@@ -160,10 +153,7 @@ def option_name(argument: str) -> str:
 def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     """The options in the arguments of a llama-server, after its name, and in its environment; arguments come first."""
     found = Arguments()
-    # of two variables for one setting, the one whose option stands last in llama-server's own list counts
-    for name in sorted(environ, key=lambda name: (ORDER.get(name, 0), name)):
-        _variable(found, name, environ)
-    left = iter(argv)
+    left = iter([*_as_arguments(environ), *argv])
     for given in left:
         name = option_name(given)
         reason = next((reason for prefix, reason in REFUSED if name.startswith(prefix)), None)
@@ -183,7 +173,8 @@ def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Argument
 
 
 VALUED_NAMES, FLAG_NAMES = set(VALUED), set(FLAGS)
-HARMLESS_VARIABLES = {name[2:].replace("-", "_").upper() for name in (*VALUED, *FLAGS)} | set(OTHER_VARIABLES)
+HARMLESS = VALUED_NAMES | FLAG_NAMES
+REFUSED_NAMES = tuple(name for name, _ in REFUSED)
 
 
 def _set(found: Arguments, setting: str, value: str) -> None:
@@ -196,28 +187,26 @@ def _set(found: Arguments, setting: str, value: str) -> None:
             found.settings.pop(other, None)
 
 
-def _variable(found: Arguments, name: str, environ: Mapping[str, str]) -> None:
-    value = environ[name]
-    if name == ROTATION:
-        found.unknown.append(f"{name}={value}")
-        return
-    match = VARIABLE.fullmatch(name)
-    if match is None:
-        return
-    is_negated, base = bool(match[1]), match[2]
-    setting = VARIABLES.get(f"LLAMA_ARG_{base}")
-    if base in HARMLESS_VARIABLES or (is_negated and f"NO_{base}" in HARMLESS_VARIABLES):
-        return
-    if base in REFUSED_VARIABLES:
-        found.reason = found.reason or REFUSED_VARIABLES[base]
-    elif setting in FLAG_SETTINGS:
-        # the negated name counts, whatever its value is
-        is_off = is_negated or f"LLAMA_ARG_NO_{base}" in environ or value.lower() not in TRUE
-        found.settings[setting] = "0" if is_off else "1"
-    elif setting is not None and not is_negated:
-        _set(found, setting, value)
-    else:
-        found.unknown.append(f"{name}={value}")
+def _as_arguments(environ: Mapping[str, str]) -> Iterator[str]:
+    """What the environment sets, as arguments; a variable that is not known is written as it is."""
+    # of two variables for one setting, the one whose option stands last in llama-server's own list counts
+    for name in sorted(environ, key=lambda name: (ORDER.get(name, 0), name)):
+        value, match = environ[name], VARIABLE.fullmatch(name)
+        if match is not None and match[2] not in OTHER_VARIABLES:
+            is_negated, base = bool(match[1]), match[2]
+            option, words = VARIABLES.get(f"LLAMA_ARG_{base}"), base.lower().replace("_", "-")
+            if option is not None and KNOWN[option][1] == 0:
+                # the negated name counts, whatever its value is
+                if not is_negated and f"LLAMA_ARG_NO_{base}" not in environ and value.lower() in TRUE:
+                    yield option
+            elif option is not None and not is_negated:
+                yield from (option, value)
+            elif f"--{words}".startswith(REFUSED_NAMES):
+                yield f"--{words}"
+            elif f"--{words}" not in HARMLESS and not (is_negated and f"--no-{words}" in HARMLESS):
+                yield f"{name}={value}"
+        elif name == ROTATION:
+            yield f"{name}={value}"
 
 
 def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:

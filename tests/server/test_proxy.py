@@ -295,17 +295,6 @@ def test_a_large_body_and_a_full_queue_are_refused(serve: Serve):
         assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
 
 
-@pytest.mark.slow
-def test_rows_of_a_lora_adapter_are_never_stored_and_their_slot_is_emptied(serve: Serve, alone: Running):
-    served = serve("-np", "1")
-    body = {"prompt": prompt(16), "n_predict": 4, "temperature": 0, "lora": [{"id": 0, "scale": 0.5}]}
-    assert served.post("/completion", json=body).status_code == 200
-    served.until(lambda status: bool(status["slots"][0]["to_be_erased"]))
-    answer = served.complete(prompt(16))
-    assert cached(answer) == 0
-    assert answer["content"] in own_answers(alone, prompt(16))
-
-
 def test_it_relays_to_no_other_server(shared_proxy: Served):
     host, port = shared_proxy.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:

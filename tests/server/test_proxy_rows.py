@@ -40,11 +40,13 @@ def test_a_request_with_an_unknown_field_goes_past_the_store_and_keeps_its_slot(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [{}, {"id_slot": 0}])
-def test_the_rows_of_a_request_with_an_unknown_field_are_neither_used_nor_stored(
-    slot: dict[str, int], serve: Serve, alone: Running
+@pytest.mark.parametrize("fields", [UNKNOWN, {"lora": [{"id": 0, "scale": 0.5}]}])
+def test_the_rows_of_a_request_that_may_alter_them_are_neither_used_nor_stored(
+    fields: dict[str, Any], slot: dict[str, int], serve: Serve, alone: Running
 ):
     served = serve("-np", "1")
-    _passed(served, prompt(2), **slot)
+    served.complete(prompt(2), **fields, **slot)
+    served.until(lambda status: bool(status["slots"][0]["to_be_erased"]))
     served.saved()
     assert served.status()["store"]["pages_captured"] == 0
     answer = served.complete(prompt(2), **slot)
