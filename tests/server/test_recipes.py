@@ -76,12 +76,13 @@ def test_create_app(place):
     assert stored(place) == second["usage"]["prompt_tokens"] - 1
 
 
-def gunicorn(place, *options: str) -> list[dict]:
+def gunicorn(place) -> list[dict]:
     """Answers of two workers, each of them the first to be asked, and of a second server."""
     found = []
     for _ in range(2):
         port = free_port()
-        command = untimed("gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", *options, "app:app")
+        workers = ("-k", "uvicorn.workers.UvicornWorker", "-w", "2")
+        command = untimed("gunicorn", *workers, "-b", f"127.0.0.1:{port}", "app:app")
         environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{place}"}
         with (
             (place / "log").open("a") as log,
@@ -106,16 +107,9 @@ def gunicorn(place, *options: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("title", "options"),
-    [
-        ("gunicorn workers", ()),
-        ("FastAPI with your own `Llama`", ("-k", "uvicorn.workers.UvicornWorker")),
-    ],
-)
-def test_gunicorn_workers(place, title, options):
-    (place / "app.py").write_text(recipe(title))
-    first, second = gunicorn(place, *options)
+def test_gunicorn_workers(place):
+    (place / "app.py").write_text(recipe("FastAPI with your own `Llama`"))
+    first, second = gunicorn(place)
     assert first["choices"] == second["choices"]
     assert stored(place) == first["usage"]["prompt_tokens"] - 1
 
