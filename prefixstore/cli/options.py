@@ -113,7 +113,6 @@ HELP = {
     "timeout": ("SECONDS", "Timeout of a request in seconds."),
     "slot": ("N", "Number of the slot."),
     "every": ("", "All slots that are idle."),
-    "deepest": ("", "The longest stored prompt that fits the slot, to its end."),
     # look
     "once": ("", "Print it once and exit (the default without a terminal)."),
     "top.seconds": ("S", "Seconds between refreshes."),

@@ -107,7 +107,6 @@ def restore(
     slot: int = 0,
     prompt_file: Path | None = None,
     messages: Path | None = None,
-    deepest: bool = False,
     salt: str | None = None,
     namespace: str | None = None,
     api_key: str | None = None,
@@ -115,24 +114,21 @@ def restore(
 ) -> Result:
     """Give a slot the longest stored prefix of a prompt.
 
-    Exit code 1 if nothing is stored of it, 3 if there is no store. As a hook after a model is loaded: with --deepest.
+    Exit code 1 if nothing is stored of it, 3 if there is no store.
 
-    Example: prefixstore slots restore --deepest --server URL --slots-dir DIR lmdb:///var/cache/kv
+    Example: prefixstore slots restore --messages system.json --server URL --slots-dir DIR lmdb:///var/cache/kv
     """
-    if [prompt_file is not None, messages is not None, deepest].count(True) != 1:
-        raise InvalidParameterError("pass one of --prompt-file FILE, --messages FILE and --deepest")
+    if (prompt_file is None) == (messages is None):
+        raise InvalidParameterError("pass either --prompt-file FILE or --messages FILE")
     # opening it for slots would create a store at a mistyped location
     Archive(store, read_only=True).close()
     with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, namespace) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
-        if deepest:
-            restored = opened.restore_deepest(slot, salt=salt)
-        else:
-            text = text_in(prompt_file) if prompt_file is not None else ""
-            if messages is not None:
-                text = client.apply_template(chat_in(messages)["messages"])
-            restored = opened.restore(slot, client.tokenize(text), salt=salt)
+        text = text_in(prompt_file) if prompt_file is not None else ""
+        if messages is not None:
+            text = client.apply_template(chat_in(messages)["messages"])
+        restored = opened.restore(slot, client.tokenize(text), salt=salt)
     text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
     return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 

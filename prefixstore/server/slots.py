@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from prefixstore.config import explain_of_model
 from prefixstore.counters import Counters, Kind
 from prefixstore.engine.compute_rate import ComputeRate
@@ -42,7 +40,6 @@ log = logging.getLogger("prefixstore")
 
 # what to do where `SlotStore.differences` are some
 ADVICE = "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server."
-ANY_TOKEN = np.zeros(1, "<i4")
 # of tenants, whose number nothing bounds
 MOST_PLACES = 1024
 
@@ -248,26 +245,6 @@ class SlotStore:
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self.identity.props.n_ctx], self.store.min_tokens
         return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)
-
-    def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
-        """Restore the longest stored prompt that fits into a slot, in place of its contents; see `restore`.
-
-        All that is stored is looked at.
-        """
-        # what can be cut ends at any page, and everything else at a snapshot
-        ends = {way.place(self.place(salt)).namespace.key: way.form.has_snapshots for way in self.ways}
-        pages = [
-            page
-            for page in (self.engine.lookups.pages() if ends else ())
-            if page.end < self.identity.props.n_ctx
-            and page.namespace in ends
-            and (page.form == SNAPSHOT or not ends[page.namespace])
-        ]
-        deepest = max(pages, key=lambda page: (page.end, page.last_used), default=None)
-        path = self.engine.lookups.path(deepest) if deepest is not None else ()
-        # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
-        tokens = np.frombuffer(b"".join(page.tokens for page in path), "<i4")
-        return self.restore(slot, np.append(tokens, ANY_TOKEN), salt=salt)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 

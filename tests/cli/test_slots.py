@@ -49,11 +49,9 @@ def test_hooks_before_unload_and_after_load(
 
     running = llama_server(docs_model, name="later")
     at = ["--server", running.url, "--slots-dir", running.slots_dir]
-    code, out, err = run("restore", store, "--deepest", *at, "--json")
+    code, out, err = run("restore", store, "--slot", "1", "--messages", tmp_path / "messages.json", *at, "--json")
     assert code == 0, err
-    assert json.loads(out)["n_tokens"] == max(one["tokens"] for one in saved)
-    code, _, err = run("restore", store, "--slot", "1", "--messages", tmp_path / "messages.json", *at)
-    assert code == 0, err
+    assert json.loads(out)["n_tokens"] > 100
     again = running.complete(text, n=4, slot=1)
     assert again["timings"]["prompt_n"] <= 1
     code, _, err = run("restore", store, "--slot", "0", "--prompt-file", tmp_path / "prompt.txt", *at)

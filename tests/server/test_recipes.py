@@ -158,6 +158,7 @@ def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_pa
     hooks = re.findall(r"^    (prefixstore slots .*)$", section, re.MULTILINE)
     assert len(hooks) == 3
     port, log = free_port(), tmp_path / "log"
+    (place / "system.txt").write_text(TEXT)
     for one, other in (
         ("/dev/shm/slots", "slots"),
         ("8081", str(port)),
