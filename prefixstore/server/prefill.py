@@ -8,7 +8,7 @@ that part of the prompt, and for no tokens of an answer (``n_predict: 0``); the 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Final
 
@@ -48,22 +48,21 @@ async def compute_ahead(
     session: ServerSession,
     manager: SlotManager,
     claim: Claim,
-    explicit: Sequence[int],
     headers: Headers,
     ping: Ping,
 ) -> None:
     """Compute a prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
 
-    The slot of the claim has what the store has, and the claim is told how many tokens were computed. `explicit` are
-    boundaries that the client asks for, and `headers` those of its request that the server needs. `ping` is called with
-    the head of an answer each time the server says that it still computes.
+    The slot of the claim has what the store has, and the claim is told how many tokens were computed. `headers` are
+    those of the request that the server needs. `ping` is called with the head of an answer each time the server says
+    that it still computes.
 
     Raises
     ------
     UpstreamError
         If the server does not answer.
     """
-    for end in await _boundaries(session, manager, claim, explicit):
+    for end in await _boundaries(session, manager, claim):
         usage = await _compute(session, claim, end, headers, ping)
         if usage is None:
             return
@@ -73,11 +72,11 @@ async def compute_ahead(
             return
 
 
-async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim, explicit: Sequence[int]) -> list[int]:
+async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim) -> list[int]:
     store, slot, tokens = session.store, claim.slot, claim.tokens
     if store is None or store.can_cut or len(tokens) >= slot.n_ctx:
         return []
-    start = common_prefix(slot.tokens, tokens)
+    start, parting = common_prefix(slot.tokens, tokens), list[int]()
     most = most_stops(manager.rates, len(tokens) - start, len(tokens))
     if most == 0 or not manager.pool.may_save(slot):
         return []
@@ -86,7 +85,7 @@ async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim
         start += slot.n_unsaved
     elif start >= MIN_GAP:
         # this prompt shows what others may share
-        explicit = [*explicit, start]
+        parting = [start]
         start -= 1
     kinds = await session.kinds()
     shared = await manager.shared(claim)
@@ -100,7 +99,7 @@ async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim
             min_gap=MIN_GAP,
             most=most,
             shared=[shared] if shared else [],
-            explicit=explicit,
+            explicit=parting,
         ),
     )
 

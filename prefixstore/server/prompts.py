@@ -30,7 +30,6 @@ __all__ = [
     "ENDPOINTS",
     "KNOWN_FIELDS",
     "MESSAGES",
-    "OWN_FIELD",
     "SLOTLESS",
     "TOKEN_CHARACTERS",
     "UNKNOWN_FIELD",
@@ -127,11 +126,9 @@ slot_id smoothing_curve smoothing_factor spaces_between_special_tokens stop_sequ
 structured_outputs temperature_last tfs tfs_z think thinking_budget thinking_token_budget title top_a transforms
 truncation_length typ_p typical usage use_beam_search
 """
-# Of this proxy: llama-server ignores it.
-OWN_FIELD = "prefixstore"
 # Of vLLM: only requests with the same one share pages. llama-server ignores it.
 CACHE_SALT = "cache_salt"
-KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split()) | {OWN_FIELD}
+KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split())
 # What clients always send, and what a server that has guidance would take for none.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "negative_prompt": ("",)}
 # These have rules of their own.
@@ -161,8 +158,6 @@ class Ask:
     # whether the server reads what is added to it: that of an interface of which it takes all fields
     can_add: bool = True
     streams: bool = False
-    # lengths of the parts of its prompt that other prompts will share, in tokens, as the client says
-    boundaries: tuple[int, ...] = ()
     # what the client adds to the name of its tenant
     cache_salt: str | None = None
 
@@ -199,18 +194,8 @@ def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
     salt = request.get(CACHE_SALT)
     if CACHE_SALT in allowed and salt is not None and not (isinstance(salt, str) and salt):
         raise RefusedError("cache_salt must be a text that is not empty")
-    streams = request.get("stream") is True
-    ask = replace(ask, boundaries=_boundaries(request.get(OWN_FIELD)), streams=streams, cache_salt=salt)
+    ask = replace(ask, streams=request.get("stream") is True, cache_salt=salt)
     return ask if field is None else replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
-
-
-def _boundaries(told: object) -> tuple[int, ...]:
-    if told is None:
-        return ()
-    listed = told.get("boundaries", []) if isinstance(told, dict) and told.keys() <= {"boundaries"} else None
-    if not isinstance(listed, list) or not all(type(n) is int and n > 0 for n in listed):
-        raise RefusedError('prefixstore must be {"boundaries": [N, ...]}: lengths in tokens')
-    return tuple(listed)
 
 
 def _unknown_of_prompt(path: str, request: dict[str, Any]) -> str | None:

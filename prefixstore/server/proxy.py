@@ -342,7 +342,7 @@ class Proxy:
         headers = self._upstream.credentials(exchange.headers)
         if "origin" in exchange.headers:
             headers["origin"] = exchange.headers["origin"]
-        await compute_ahead(self._session, manager, claim, ask.boundaries, headers, ping)
+        await compute_ahead(self._session, manager, claim, headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
         usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +12,7 @@ import pytest
 
 from prefixstore.server import prefill
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
-from prefixstore.server.prompts import parse
 from prefixstore.server.rates import Rates, Usage
-from prefixstore.server.refusals import RefusedError
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve
@@ -59,28 +56,6 @@ def test_what_was_computed_ahead_of_a_request_was_not_cached():
     assert Usage(0, 1409, 16).after(1300) == Usage(0, 2709, 16), "the slot was emptied in between"
 
 
-@pytest.mark.parametrize(
-    ("told", "boundaries"),
-    [
-        (None, ()),
-        ({}, ()),
-        ({"boundaries": [5, 3]}, (5, 3)),
-    ],
-)
-def test_a_request_may_say_where_others_will_part_from_it(told: object, boundaries: tuple[int, ...]):
-    ask = parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
-    assert (ask.boundaries, ask.reason) == (boundaries, None)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [*({"boundaries": wrong} for wrong in (5, [0], [True], [5.0])), {"boundary": [5]}, [5]],
-)
-def test_what_is_not_understood_of_that_is_refused(told: object):
-    with pytest.raises(RefusedError):
-        parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
-
-
 # -- with a server -----------------------------------------------------------------------------------------------------
 
 
@@ -115,9 +90,6 @@ def test_a_client_sees_the_errors_of_the_server(serve: Serve, models: Models):
         answer = served.post("/completion", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] in ("exceed_context_size_error", "invalid_request_error")
-    answer = served.post("/completion", json={"prompt": SHARED, "prefixstore": 1})
-    assert answer.status_code == 400
-    assert "prefixstore must be" in answer.json()["error"]["message"]
     # what was computed before the second was refused is of use
     assert computed(served.complete(SHARED)) == 1
 

@@ -120,7 +120,6 @@ def test_the_fields_of_llama_server_and_of_official_clients_are_known():
         ("/completion", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"),
         ("/completion", b'{"prompt": "x", "unused": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
         ("/completion", b'{"prompt": "x", "unused": [' + b"[]," * MAX_PARTS + b"[]]}"),
-        ("/completion", b'{"prompt": "x", "prefixstore": {"boundaries": [0]}}'),
         ("/completion", b'{"prompt": "x", "cache_salt": 7}'),
     ],
 )
