@@ -99,8 +99,6 @@ HELP = {
     "llama_server": ("FILE", "The llama-server to start; by default the one on the PATH."),
     "slots_dir": ("DIR", "The server's --slot-save-path."),
     "serve.slots_dir": ("DIR", "Its --slot-save-path; with --server."),
-    "slots.namespace": ("NAME", "A name for the model and settings of a server whose process cannot be read."),
-    "serve.namespace": ("NAME", "A name for its model and all settings, if they cannot be read; with --server."),
     "api_key": ("KEY", f"Key of the server; by default {SERVER_KEYS[0]} in the environment."),
     "serve.api_key": ("KEY", f"A key of the server, to save and restore; by default {SERVER_KEYS[0]}; with --server."),
     "admin_key": ("KEY", "The key for /prefixstore/status and /metrics."),

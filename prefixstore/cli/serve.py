@@ -57,7 +57,6 @@ def serve(
     port: int = 8080,
     server: str | None = None,
     slots_dir: Path | None = None,
-    namespace: str | None = None,
     api_key: str | None = None,
     admin_key: str | None = None,
     salt_from: str | None = None,
@@ -89,7 +88,7 @@ def serve(
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
     settings_of_file = Config() if config is None else load_config(config)
-    of_running = {"--slots-dir": slots_dir, "--namespace": namespace, "--api-key": api_key}
+    of_running = {"--slots-dir": slots_dir, "--api-key": api_key}
     sizes = {"max_bytes": max_bytes, "far_max_bytes": far_max_bytes, "quota": quota}
     limits = {name: options.max_bytes_of(size, f"--{name.replace('_', '-')}") for name, size in sizes.items()}
     given = {name: value for name, value in {**limits, "ttl": ttl}.items() if value is not None}
@@ -158,7 +157,7 @@ def serve(
             "--salt-from needs a llama-server that prefixstore starts: a running one may have a cache in RAM, "
             "or other clients"
         )
-    serve_running(settings, server, slots_dir, namespace=namespace, api_key=options.server_key(api_key))
+    serve_running(settings, server, slots_dir, api_key=options.server_key(api_key))
     return DONE
 
 

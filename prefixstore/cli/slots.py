@@ -60,7 +60,6 @@ def save(
     slot: int | None = None,
     every: bool = False,
     salt: str | None = None,
-    namespace: str | None = None,
     api_key: str | None = None,
     timeout: float = 60.0,
     max_bytes: str | None = None,
@@ -75,7 +74,7 @@ def save(
         raise InvalidParameterError("pass either --slot N or --all")
     results: list[dict[str, Any]] = []
     limit = {} if max_bytes is None else {"max_bytes": max_bytes}
-    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, namespace, **limit) as opened:
+    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, **limit) as opened:
         numbers = [one.id for one in opened.server.slots() if not one.is_processing] if slot is None else [slot]
         for number in numbers:
             try:
@@ -108,7 +107,6 @@ def restore(
     prompt_file: Path | None = None,
     messages: Path | None = None,
     salt: str | None = None,
-    namespace: str | None = None,
     api_key: str | None = None,
     timeout: float = 60.0,
 ) -> Result:
@@ -122,7 +120,7 @@ def restore(
         raise InvalidParameterError("pass either --prompt-file FILE or --messages FILE")
     # opening it for slots would create a store at a mistyped location
     Archive(store, read_only=True).close()
-    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, namespace) as opened:
+    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
         text = text_in(prompt_file) if prompt_file is not None else ""
@@ -151,16 +149,11 @@ def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
 
 
 @contextmanager
-def _opened(
-    store: str, client: LlamaServer, slots_dir: Path, namespace: str | None, **limit: str
-) -> Iterator[SlotStore]:
+def _opened(store: str, client: LlamaServer, slots_dir: Path, **limit: str) -> Iterator[SlotStore]:
     """The store of a server's slots."""
     from prefixstore.server.namespace import ServerIdentity  # noqa: PLC0415 - the extra "server"
     from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - as above
 
-    props = client.props()
-    identity = (
-        ServerIdentity.of_process(client.url, props) if namespace is None else ServerIdentity.named(props, namespace)
-    )
+    identity = ServerIdentity.of_process(client.url, client.props())
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:
         yield opened

@@ -8,7 +8,6 @@ given.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from prefixstore.server.arguments import Arguments, config_files, parse_argument
 from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.find_process import running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.slot_file import STATE_VERSION, SlotFile, SlotLayout
+from prefixstore.server.slot_file import SlotFile, SlotLayout
 
 if TYPE_CHECKING:
     from prefixstore.engine.compute_rate import ComputeRate
@@ -73,42 +72,17 @@ class ServerIdentity:
     # as in the namespace of a Llama, as far as they are known without a slot file
     settings: Mapping[str, Setting]
     props: Props
-    # what tokens see in the layers that do not see all; None if the model has none, or that is not known
+    # what tokens see in the layers that do not see all; None if the model has none
     window: Window | None = None
     # whether rows outside of the window are kept
     swa_full: bool = False
     reason: str | None = None
-    # named: only the slot file tells anything of the states
-    is_named: bool = field(default=False, kw_only=True)
     # what the files of the model were
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, repr=False)
     # the process, and when it was started, in ticks
     process: tuple[int, int] | None = field(default=None, kw_only=True)
 
     # -- made of ------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def named(cls, props: Props, namespace: str) -> ServerIdentity:
-        """The identity of a server of which little is known: a name represents all of its settings.
-
-        The name of the model's file belongs to it, too: another model may be loaded under the same name.
-
-        Raises
-        ------
-        InvalidParameterError
-            If the name is empty.
-        ServerTooOldError
-            If the server does not say which llama.cpp it is.
-        """
-        if not isinstance(namespace, str) or not namespace:
-            raise InvalidParameterError("namespace= must be a name that represents the server's model and settings")
-        settings: dict[str, Setting] = {
-            "server": namespace,
-            "file": Path(props.model_path).name,
-            "llama_cpp": commit_of(props),
-            "state_version": STATE_VERSION,
-        }
-        return cls(settings, props, is_named=True)
 
     @classmethod
     def of_command(
@@ -159,8 +133,8 @@ class ServerIdentity:
         found = running_process(LlamaServer(url).pid)
         if found is None:
             raise InvalidParameterError(
-                f"the process of {url} is not found on this machine, or belongs to another user: pass --namespace, a "
-                "name that stands for its model and settings"
+                f"the process of {url} is not found on this machine, or belongs to another user, so its settings are "
+                "not known: start it by prefixstore serve STORE -- llama-server, or run this as its user"
             )
         if "serve" in found.argv[1:] and any(Path(argument).name == "prefixstore" for argument in found.argv):
             raise InvalidParameterError(
@@ -170,8 +144,8 @@ class ServerIdentity:
         # llama-swap, for example, has models of its own choice behind it
         if "llama-server" not in Path(found.argv[0]).name:
             raise InvalidParameterError(
-                f"{Path(found.argv[0]).name} listens at {url}, not llama-server: pass --namespace, a name that stands "
-                "for its model and settings"
+                f"{Path(found.argv[0]).name} listens at {url}, not llama-server: pass the URL of that, or have it "
+                "started by prefixstore shim"
             )
         identity = cls.of_command(found.argv, found.environ, props, directory=found.directory)
         for path in identity.files:
@@ -206,9 +180,6 @@ class ServerIdentity:
         settings = {**self.settings, "kind": kind.value, "page_tokens": page_tokens, "salt": tenant}
         if part is not None:
             settings["label"] = part
-        if self.is_named:
-            settings["layout"] = hashlib.sha256(repr(shape).encode()).hexdigest()
-            return Namespace(settings)
         flash = settings["flash_attn_type"]
         streams: int | None = 1
         if shape is None:
@@ -223,10 +194,7 @@ class ServerIdentity:
         return Namespace({**settings, "flash_attn_type": flash, "streams": streams})
 
     def ways(self, file: SlotFile, engine: Engine, rate: ComputeRate, to: SlotDirectory) -> tuple[Way, ...]:
-        """How slots of a server are found, by a file of one; they are written in the last way.
-
-        None at all, if the length of the sliding window is not known.
-        """
+        """How slots of a server are found, by a file of one; they are written in the last way."""
         layout = file.layout
         assert layout is not None, "it is of a slot that holds something"
         shape = layout.shape
@@ -239,8 +207,7 @@ class ServerIdentity:
         rows = Form.rows(shape)
         if window is None or self.swa_full:
             # with --swa-full, the server would step back to where rows of the window are missing: all or none
-            is_unknown = self.is_named and len(shape.sections) > 1
-            return () if is_unknown else (Way(rows, Restore(engine, rows, rate, to)),)
+            return (Way(rows, Restore(engine, rows, rate, to)),)
         # pages of a Llama have all rows of the window; what the server computes has only those that are still seen
         ends = Form.ends(file.view, window)
         seen = Restore(engine, rows, rate, to, seen=window.size + HIDDEN_ROWS)
@@ -261,9 +228,6 @@ class ServerIdentity:
         """Raise `ServerRefusedError` if another server answers there by now, or its model was replaced."""
         if self.process is not None:
             is_same = self.is_running()
-        elif self.is_named:
-            props = server.props()
-            is_same = (props.build, props.model_path) == (self.props.build, self.props.model_path)
         else:
             is_same = all(_file_identity(path) == found for path, found in self.files.items())
         if not is_same:

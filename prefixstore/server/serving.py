@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,20 +128,12 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         asyncio.run(_serve(settings, sockets, session, child.run(), child.stop, end, has_keys=command.has_keys))
 
 
-def serve_running(
-    settings: ServeSettings, url: str, slots_dir: Path, *, namespace: str | None = None, api_key: str | None = None
-) -> None:
+def serve_running(settings: ServeSettings, url: str, slots_dir: Path, *, api_key: str | None = None) -> None:
     """Serve a running llama-server until SIGINT or SIGTERM. Raises as `serve_child`."""
     # raises if that is no URL, or no key
     LlamaServer(url, api_key=api_key).close()
-
-    def identify(props: Props) -> ServerIdentity:
-        if namespace is None:
-            return ServerIdentity.of_process(url, props)
-        return ServerIdentity.named(props, namespace)
-
+    identify = partial(ServerIdentity.of_process, url)
     session = ServerSession(Upstream(url, timeout=settings.timeout), settings, slots_dir, identify, api_key)
-
     with bound(settings.host, settings.port) as sockets:
         asyncio.run(_serve(settings, sockets, session, session.watch(), None, session.remove_files, has_keys=True))
 

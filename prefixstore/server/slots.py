@@ -66,8 +66,7 @@ class SlotStore:
         The store; how fast the server computes, to be reported with ``rate.computed(n_tokens, seconds)``.
     reason, why
         Why nothing is stored of this server; None if something is. That of the identity, or ``"version"`` (its slot
-        files have a version that is not known), ``"window"`` (the length of its sliding window is not known). The same
-        in words; empty if there is nothing to add.
+        files have a version that is not known). The same in words; empty if there is nothing to add.
 
     Raises
     ------
@@ -190,9 +189,6 @@ class SlotStore:
             return
         assert file.layout is not None, "a file with tokens has a layout"
         self.ways = self.identity.ways(file, self.engine, self.rate, self.directory)
-        if not self.ways:
-            self.reason = "window"
-            return
         self.layout = file.layout
         if self.layout.shape is None:
             log.warning(

@@ -23,7 +23,6 @@ import pytest
 from tests.support import PATIENCE, ROOT
 from tests.support.llama_server import Running, binary, start
 from tests.support.models import TORTURE
-from tests.support.proxy import Line
 from tests.support.served import START_SECONDS, Serve, Served, cached, launch, own_answers, prompt
 
 
@@ -271,31 +270,6 @@ def test_a_target_that_the_server_cannot_bear_does_not_lose_its_slots(tmp_path: 
         assert served.status()["ready"]
     finally:
         served.end()
-        running.stop()
-
-
-def test_a_connection_that_the_server_closes_does_not_lose_its_slots(tmp_path: Path, docs_model: Path):
-    """Of a server whose process is not known, that may mean that it has ended."""
-    running = start(docs_model, tmp_path / "slots", "-c", "4096", "--no-cache-idle-slots")
-    line = Line(("127.0.0.1", running.port))
-    url, options = f"http://127.0.0.1:{line.port}", ["--slots-dir", str(tmp_path / "slots"), "--namespace", "mine"]
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--server", url, *options])
-    try:
-        served.wait_ready()
-        served.complete(prompt(1))
-        before = _held(served)
-        for _ in range(3):
-            with served.endless() as lines:
-                next(lines)
-                line.cut()
-                with pytest.raises(httpx.RemoteProtocolError):
-                    list(lines)
-            assert served.get("/health").status_code == 200
-            assert max(_held(served)) == max(before)
-        assert cached(served.complete(prompt(1))) > 200
-    finally:
-        served.end()
-        line.close()
         running.stop()
 
 

@@ -18,7 +18,6 @@ from prefixstore.errors import (
     ContextError,
     InvalidParameterError,
     ServerRefusedError,
-    ServerTooOldError,
 )
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.llama.kv_memory import page_tokens_for
@@ -254,27 +253,14 @@ NOT_KNOWN = set(
 )
 
 
-def test_a_named_server_shares_with_none_that_has_other_states(layout: SlotLayout, models: Callable[..., Path]):
-    identity = ServerIdentity.named(PROPS, "mine")
-    other = layout_of(load(models("llama", n_layer=3)))
-    one, two = (identity.namespace(found, page_tokens=256, salt=None).key for found in (layout, other))
-    assert one != two
-    for another in (ServerIdentity.named(PROPS, "yours"), ServerIdentity.named(replace(PROPS, model_path="o"), "mine")):
-        assert another.namespace(layout, page_tokens=256, salt=None).key != one
-    with pytest.raises(InvalidParameterError, match="must be a name"):
-        ServerIdentity.named(PROPS, "")
-    with pytest.raises(ServerTooOldError):
-        ServerIdentity.named(Props("", "", 1, 1), "mine")
-
-
-def test_a_process_that_is_not_found_needs_a_name():
-    with pytest.raises(InvalidParameterError, match="--namespace"):
+def test_a_process_that_is_not_found_is_not_used():
+    with pytest.raises(InvalidParameterError, match="is not found on this machine"):
         ServerIdentity.of_process("http://127.0.0.1:9", PROPS)
-    with pytest.raises(InvalidParameterError, match="--namespace"):
+    with pytest.raises(InvalidParameterError, match="is not found on this machine"):
         ServerIdentity.of_process("http://models.example.org", PROPS)
 
 
-def test_a_process_that_chooses_among_servers_needs_a_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_chooses_among_servers_is_not_used(monkeypatch: pytest.MonkeyPatch):
     swapping = RunningProcess(1, ["/usr/bin/llama-swap", "-config", "models.yaml"], {}, Path("/"), 0)
     monkeypatch.setattr(namespace_module, "running_process", lambda _: swapping)
     with pytest.raises(InvalidParameterError, match="llama-swap listens"):

@@ -502,14 +502,12 @@ def test_the_hooks_say_that_the_proxy_needs_none(
 
 def test_a_server_that_never_answers_is_not_waited_for_without_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     command = ["serve", str(tmp_path / "store"), "--port", "0", "--server", "http://127.0.0.1:9", "--timeout", "1"]
-    assert main([*command, "--slots-dir", str(tmp_path), "--namespace", "mine"]) == 1
+    assert main([*command, "--slots-dir", str(tmp_path)]) == 1
     assert "http://127.0.0.1:9 is not ready after 1 s (--timeout): it does not answer" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [(), ("--namespace", "mine")])
 def test_it_ends_when_the_server_was_replaced_by_another_one(
-    name: tuple[str, ...],
     llama_server: Callable[..., Running],
     models: Callable[..., Path],
     tmp_path: Path,
@@ -518,7 +516,7 @@ def test_it_ends_when_the_server_was_replaced_by_another_one(
     keep = ("--no-cache-idle-slots", "-c", "4096")
     running = llama_server(docs_model, "-np", "1", *keep)
     arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
-    served = launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *name])
+    served = launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir)])
     try:
         served.wait_ready()
         served.complete(prompt(25))
@@ -526,7 +524,6 @@ def test_it_ends_when_the_server_was_replaced_by_another_one(
         running.stop()
         # at the same address and directory, as an operator starts it
         other = llama_server(models("llama", n_head=2), *keep, name=running.slots_dir.name, port=running.port)
-        # without a name its process is looked at, otherwise it is asked now and then
         while served.process.poll() is None:
             with suppress(httpx.TransportError):
                 answer = served.post("/completion", json={"prompt": [5, 6], "n_predict": 1})
