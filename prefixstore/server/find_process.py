@@ -52,7 +52,7 @@ class RunningProcess:
 
 def listening_process(port: int) -> int | None:
     """The process that listens on a port of this machine; None if it is not known, or if there are several."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(PROC / "net" / name)]
+    lines = [line.split() for name in ("tcp", "tcp6") for line in _read(f"net/{name}").splitlines()[1:]]
     is_there = (fields for fields in lines if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port)
     return _process_with({f"socket:[{fields[9]}]" for fields in is_there})
 
@@ -67,12 +67,12 @@ def process_at(path: Path) -> int | None:
     return pid
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a file, but for the first."""
+def _read(name: str) -> str:
+    """What the system says; nothing if it does not."""
     try:
-        return os.fsdecode(path.read_bytes()).splitlines()[1:]
+        return os.fsdecode((PROC / name).read_bytes())
     except OSError:
-        return []
+        return ""
 
 
 def _process_with(sockets: set[str]) -> int | None:
@@ -84,30 +84,22 @@ def running_process(pid: int | None) -> RunningProcess | None:
     """A process as it was started; None if it cannot be read."""
     if pid is None:
         return None
-    argv, environ, ticks = _strings(pid, "cmdline"), _strings(pid, "environ"), start_ticks(pid)
+    argv, environ = (_read(f"{pid}/{name}").split("\0")[:-1] for name in ("cmdline", "environ"))
+    ticks = start_ticks(pid)
     try:
         directory = (PROC / str(pid) / "cwd").readlink()
     except OSError:
         return None
-    if not argv or environ is None or ticks is None:
+    if not argv or ticks is None:
         return None
     return RunningProcess(pid, argv, dict(text.split("=", 1) for text in environ if "=" in text), directory, ticks)
 
 
 def start_ticks(pid: int) -> int | None:
     """When a process was started, in ticks since the system was; None if there is none. The same at each call."""
-    fields = _fields(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def _fields(pid: int) -> list[str] | None:
-    """What the system says of a process: state, parent, group, session, ...; None if there is none."""
-    try:
-        stat = (PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    # after the name, which may have blanks, brackets, and bytes that are no text: it is cut after fifteen
-    return stat.rpartition(b")")[2].decode().split()
+    # state, parent, group, session, ..., after the name, which may have blanks, brackets, and bytes that are no text
+    fields = _read(f"{pid}/stat").rpartition(")")[2].split()
+    return None if not fields or fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _processes() -> list[int]:
@@ -124,11 +116,3 @@ def _has_open(pid: int, names: set[str]) -> bool:
                 if str(entry.readlink()) in names:
                     return True
     return False
-
-
-def _strings(pid: int, name: str) -> list[str] | None:
-    try:
-        data = (PROC / str(pid) / name).read_bytes()
-    except OSError:
-        return None
-    return [os.fsdecode(part) for part in data.split(b"\0")[:-1]]

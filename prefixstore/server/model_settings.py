@@ -40,13 +40,15 @@ __all__ = [
 Setting: TypeAlias = "str | int | float | bool | None"
 
 ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
-ON = ("on", "enabled", "true", "1")
-OFF = ("off", "disabled", "false", "0")
-AUTO = ("auto", "-1")
-# llama_flash_attn_type
+# llama_flash_attn_type, and how llama-server reads it
 FLASH_AUTO = -1
 FLASH_OFF = 0
 FLASH_ON = 1
+FLASH = {
+    **dict.fromkeys(("on", "enabled", "true", "1"), FLASH_ON),
+    **dict.fromkeys(("off", "disabled", "false", "0"), FLASH_OFF),
+    **dict.fromkeys(("auto", "-1"), FLASH_AUTO),
+}
 # What -1 stands for, unless the model says something else: the defaults of llama.cpp, which a Llama passes as numbers.
 YARN_DEFAULTS = {"yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 # these read YaRN's factors from the model, or have defaults of their own
@@ -101,7 +103,7 @@ def model_settings(
     settings: dict[str, Setting] = {
         "type_k": CACHE_TYPES[given.get("type_k", "f16")],
         "type_v": CACHE_TYPES[given.get("type_v", "f16")],
-        "flash_attn_type": _flash(given.get("flash_attn", "auto")),
+        "flash_attn_type": FLASH[given.get("flash_attn", "auto").lower()],
         "rope_scaling_type": scaling,
         "rope_freq_base": _float(given.get("rope_freq_base", "0")),
         "rope_freq_scale": _freq_scale(given),
@@ -160,13 +162,6 @@ def commit_of(props: Props) -> str:
     if not props.commit:
         raise ServerTooOldError("the server does not say which llama.cpp it is")
     return props.commit
-
-
-def _flash(value: str) -> int:
-    for values, number in ((ON, FLASH_ON), (OFF, FLASH_OFF), (AUTO, FLASH_AUTO)):
-        if value.lower() in values:
-            return number
-    raise ValueError(value)
 
 
 def _int(text: str) -> int:

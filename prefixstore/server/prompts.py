@@ -317,15 +317,7 @@ def pinned(body: bytes, **fields: int | bool) -> bytes:
 
 
 def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) -> str | None:
-    """The first field of a request that is not known to be harmless; None if there is none.
-
-    Parameters
-    ----------
-    request
-        The request.
-    allowed
-        Fields that the operator knows to be harmless.
-    """
+    """The first field of a request that is not known to be harmless, nor `allowed`; None if there is none."""
     for name, value in request.items():
         # llama-server takes null for absent
         is_known = value is None or name in KNOWN_FIELDS or name in JUDGED or name in allowed

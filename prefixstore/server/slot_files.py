@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixstore.errors import (
     CorruptError,
@@ -196,7 +197,10 @@ class SlotDirectory:
                 if not stat.S_ISREG(found.st_mode) or found.st_size != size or not size:
                     raise CorruptError(f"a slot file has {found.st_size} bytes, and the server has written {size}")
                 # copied, not mapped: a file that somebody cuts while it is mapped ends the process that looks at it
-                return _read(file.fileno(), size)
+                data: npt.NDArray[np.uint8] = np.fromfile(file, np.uint8, size)
+            if len(data) < size:
+                raise CorruptError(f"a slot file was cut while it was read, after {len(data)} bytes of {size}")
+            return data.data.toreadonly()
         except FileNotFoundError:
             raise wrong_directory(self.path, f"; {name} is left in that one") from None
         except OSError as error:
@@ -352,17 +356,6 @@ def _reserve(handle: int, start: int, end: int) -> None:
         return
     while start < end:
         start += os.pwrite(handle, bytes(min(end - start, 1 << 20)), start)
-
-
-def _read(handle: int, size: int) -> memoryview:
-    data = np.empty(size, np.uint8).data
-    n = 0
-    while n < size:
-        got = os.readv(handle, [data[n:]])
-        if not got:
-            raise CorruptError(f"a slot file was cut while it was read, after {n} bytes of {size}")
-        n += got
-    return data.toreadonly()
 
 
 def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prefixstore.errors import CorruptError, ServerBusyError
@@ -34,14 +35,14 @@ def test_a_file_that_is_cut_after_it_was_read_ends_nothing(tmp_path: Path):
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    directory, readv = SlotDirectory(tmp_path), os.readv
+    directory, fromfile = SlotDirectory(tmp_path), np.fromfile
     (tmp_path / "file").write_bytes(b"x" * 1000)
 
-    def cut(handle: int, buffers: Any) -> int:
+    def cut(*arguments: Any) -> Any:
         os.truncate(tmp_path / "file", 600)
-        return readv(handle, buffers)
+        return fromfile(*arguments)
 
-    monkeypatch.setattr(os, "readv", cut)
+    monkeypatch.setattr(np, "fromfile", cut)
     with pytest.raises(CorruptError, match="after 600 bytes of 1000"):
         directory.read("file", 1000)
 
