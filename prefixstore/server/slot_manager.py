@@ -61,6 +61,7 @@ class SlotManager:
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="prefixstore-slots")
         self._saver: asyncio.Task[None] | None = None
         self.copies: set[asyncio.Task[None]] = set()
+        self._noting: set[asyncio.Task[None]] = set()
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
         self.use(store)
@@ -281,8 +282,10 @@ class SlotManager:
 
     def note_use(self, claim: Claim) -> None:
         """Have the store note that a prompt was asked for, unless a restore has done that."""
-        if (store := self._store) is not None and claim.restored_seconds is None:
-            self._threads.submit(store.use, claim.tokens, claim.owner)
+        if claim.restored_seconds is None:
+            noting = asyncio.ensure_future(self._ask_store("find", lambda store: store.use(claim.tokens, claim.owner)))
+            self._noting.add(noting)
+            noting.add_done_callback(self._noting.discard)
 
     async def save_when_idle(self) -> None:
         """Save slots at the right moments, until cancelled."""
@@ -291,7 +294,11 @@ class SlotManager:
             due = self.pool.next_save()
             wait = None if due is None else due[0] - time.monotonic()
             if due is not None and wait is not None and wait <= 0:
-                await self._save_idle(due[1])
+                if len(self.copies) < MAX_COPIES:
+                    await self._save_idle(due[1])
+                else:
+                    # meanwhile requests may have the slot
+                    await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
                 continue
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.pool.changed.wait(), wait)

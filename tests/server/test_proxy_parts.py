@@ -352,6 +352,33 @@ def test_a_save_that_was_begun_and_the_slot_of_a_request_that_is_cut_are_stored_
     assert store.n_stored == 1
 
 
+def test_a_slot_can_be_had_while_its_copy_would_wait_for_those_of_others():
+    class Slow(Store):
+        def copy(self, *_: Any, **__: Any) -> Any:
+            return self
+
+        def store(self) -> object:
+            return self.may_end.wait(60)
+
+    store = Slow(held=P60)
+
+    async def scene(manager: SlotManager) -> None:
+        for i in range(3):
+            held = await manager.acquire(tokens(*range(100 * i, 100 * i + 60)), None)
+            manager.release(held, Usage(0, 60), began=True)
+        manager.start()
+        while len(manager.copies) < 2:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        (left,) = [slot for slot in manager.pool.slots if slot.is_dirty]
+        again = asyncio.create_task(manager.acquire(left.tokens, None))
+        done, _ = await asyncio.wait({again}, timeout=30)
+        store.may_end.set()
+        assert done
+        assert (await again).slot is left
+
+    with_slots(3, scene, store, rates=Rates(token_seconds=1.0))
+
+
 def test_a_save_that_fails_is_tried_again_after_a_while_and_at_the_end():
     pool = SlotPool([(0, 1000)])
     slot, pool.has_store = pool.slots[0], True
