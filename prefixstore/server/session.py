@@ -199,10 +199,10 @@ class ServerSession:
                 "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
                 "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
             )
-        pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
+        pool = SlotPool(slots, self.rates, separated=settings.separated)
         if before is not None:
             # What is done to its slots may still reach this server. A client that reads nothing keeps one for a minute.
-            await before.pool.given_back()
+            await before.given_back()
             ending = asyncio.create_task(before.end())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -210,7 +210,7 @@ class ServerSession:
             # one of a server that runs already may have rows that were moved to other positions
             for slot in pool.slots:
                 slot.doubt()
-        self.manager = SlotManager(pool, None, self.server.erase)
+        self.manager = SlotManager(pool, self.server.erase, max_waiting=settings.max_waiting)
         self.manager.start()
 
     async def _open(self) -> None:
@@ -273,7 +273,7 @@ class ServerSession:
         """Called when the server has ended, and the contents of its slots are lost."""
         self.is_ready = False
         if self.manager is not None:
-            self.manager.pool.close()
+            self.manager.close()
 
     async def _close_store(self) -> None:
         """Close the store: it is opened again for the server that answers next, if there is one."""
@@ -365,7 +365,7 @@ class ServerSession:
         if props is None:
             return False  # what comes next says so
         if props.is_sleeping and self.manager is not None:
-            self.manager.pool.forget()
+            self.manager.forget()
         return props != self._props
 
     def computed(self, usage: Usage) -> None:

@@ -1,7 +1,9 @@
-"""Prepares slots for requests: empties, saves and fills them before, saves them after.
+"""All that is done with the slots of a server: taken by requests, saved, emptied and filled before, saved after.
 
-The store and the server's slots are accessed in threads; decisions about slots are made in the event loop. Any failure
-of the store or of a slot is a miss: the request is computed as if there were no store.
+``docs/servers.md`` draws the states of a slot. Its record is changed here only, in the event loop, which is the lock;
+the store and the server's slots are accessed in threads. A slot is *busy* from before anything is done to it for a
+request until the answer has ended. Requests get a slot about in the order in which they came. Any failure of the store
+or of a slot is a miss: the request is computed as if there were no store.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import Usage
 from prefixstore.server.slot_files import Restored, SlotCopy
-from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
+from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolFullError, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
     from prefixstore.server.slots import SlotStore
@@ -53,10 +55,13 @@ class SlotManager:
     stored.
     """
 
-    def __init__(self, pool: SlotPool, store: SlotStore | None, erase: Callable[[int], object]) -> None:
+    def __init__(self, pool: SlotPool, erase: Callable[[int], object], *, max_waiting: int) -> None:
         self.pool, self.rates = pool, pool.rates
+        # set when a slot may be taken, or may have to be saved
+        self._changed, self._max_waiting, self._is_closed = asyncio.Event(), max_waiting, False
         self.failures: dict[str, int] = {}
         self.n_saves = 0
+        self._store: SlotStore | None = None
         self._erase = erase
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="prefixstore-slots")
         self._saver: asyncio.Task[None] | None = None
@@ -64,17 +69,32 @@ class SlotManager:
         self._noting: set[asyncio.Task[None]] = set()
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
-        self.use(store)
 
     def use(self, store: SlotStore | None) -> None:
         """Use this store from now on; None: slots are only given out."""
-        self._store, self.pool.has_store = store, store is not None
+        self._store, self.pool.has_store = store, store is not None and not self._is_closed
         self.pool.can_cut = store is None or store.can_cut
-        self.pool.changed.set()
+        self._changed.set()
 
     def start(self) -> None:
         """Save slots when they are idle."""
         self._saver = asyncio.create_task(self.save_when_idle())
+
+    def forget(self) -> None:
+        """Note that the server has unloaded its model, and with it what the slots hold that nobody uses."""
+        for slot in self.pool.idle():
+            slot.emptied()
+
+    def close(self) -> None:
+        """Note that the server has ended: nobody gets a slot any more, and nothing is saved."""
+        self._is_closed, self.pool.has_store = True, False
+        self._changed.set()
+
+    async def given_back(self) -> None:
+        """Wait until no slot is in use."""
+        while self.pool.n_busy:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def end(self, *, saves: bool = False) -> None:
         """End what is under way, and store what was copied; with `saves`, first what is not saved yet."""
@@ -115,11 +135,13 @@ class SlotManager:
         if usable := self.pool.idle(wanted):
             # one that has to wait asks when it has its slot: by then there is more in the store
             await self._find(claim, usable)
-        slot = claim.slot = await self.pool.take(claim)
+        await self._wait_for_slot(claim)
+        slot = claim.slot = self.pool.cheapest(claim)
+        slot.is_busy = True
         try:
             is_usable = await _to_its_end(self._prepare(claim))
         except BaseException:
-            self.pool.release(slot)
+            self._free(slot)
             raise
         if not is_usable:
             # it is emptied before its next use, and not saved
@@ -128,6 +150,33 @@ class SlotManager:
         # it may hold tokens of this tenant, however the request ends
         slot.owner = owner
         return claim
+
+    async def _wait_for_slot(self, claim: Claim) -> None:
+        """Wait until there is a slot for a request. Raises `PoolFullError`."""
+        pool = self.pool
+        if not pool.idle(claim.wanted):
+            if pool.n_waiting >= self._max_waiting:
+                raise PoolFullError("too many requests wait for a slot")
+            # by then there may be more in the store
+            claim.found = NOT_ASKED
+            pool.n_waiting += 1
+            try:
+                # who waits longest is woken first
+                while not (self._is_closed or pool.idle(claim.wanted)):
+                    self._changed.clear()
+                    await self._changed.wait()
+            finally:
+                pool.n_waiting -= 1
+                if not pool.n_waiting:
+                    # nothing was saved meanwhile
+                    self._changed.set()
+        if self._is_closed:
+            raise PoolFullError("the server has ended")
+
+    def _free(self, slot: PoolSlot) -> None:
+        """Let the next request have a slot."""
+        slot.is_busy = False
+        self._changed.set()
 
     @contextlib.asynccontextmanager
     async def all_slots(
@@ -161,7 +210,7 @@ class SlotManager:
             for claim in claims:
                 if claim.leaves is Rows.CLEAN:
                     # if the server has used it all the same, it compares tokens itself
-                    self.pool.release(claim.slot)
+                    self._free(claim.slot)
                 else:
                     self.release(claim, None, began=True)
 
@@ -238,11 +287,11 @@ class SlotManager:
         """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
         for slot in self.pool.idle():
             if not slot.is_clean and not slot.is_busy:
-                self.pool.hold(slot)
+                slot.is_busy = True
                 try:
                     await _to_its_end(self._empty(slot))
                 finally:
-                    self.pool.release(slot)
+                    self._free(slot)
 
     # -- in the middle of a prompt -------------------------------------------------------------------------------------
 
@@ -278,7 +327,7 @@ class SlotManager:
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
             slot.doubt(claim.leaves)
         slot.used = time.monotonic()
-        self.pool.release(slot)
+        self._free(slot)
 
     def note_use(self, claim: Claim) -> None:
         """Have the store note that a prompt was asked for, unless a restore has done that."""
@@ -290,7 +339,7 @@ class SlotManager:
     async def save_when_idle(self) -> None:
         """Save slots at the right moments, until cancelled."""
         while True:
-            self.pool.changed.clear()
+            self._changed.clear()
             due = self.pool.next_save()
             wait = None if due is None else due[0] - time.monotonic()
             if due is not None and wait is not None and wait <= 0:
@@ -301,7 +350,7 @@ class SlotManager:
                     await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
                 continue
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.pool.changed.wait(), wait)
+                await asyncio.wait_for(self._changed.wait(), wait)
 
     async def _save_idle(self, slot: PoolSlot) -> None:
         """Save a slot that no request has; one that takes it meanwhile waits for that."""
@@ -310,7 +359,7 @@ class SlotManager:
             await _to_its_end(slot.saving)
         finally:
             slot.saving = None
-            self.pool.changed.set()
+            self._changed.set()
 
     async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> bool:
         """Copy what a slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
@@ -341,7 +390,7 @@ class SlotManager:
     async def _save_each(self) -> None:
         # requests that were cut give their slots back just now
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.pool.given_back(), GIVEN_BACK_SECONDS)
+            await asyncio.wait_for(self.given_back(), GIVEN_BACK_SECONDS)
         for slot in self.pool.slots:
             if slot.is_dirty and not slot.is_busy:
                 await self._save_idle(slot)

@@ -1,8 +1,6 @@
-"""The slots of a server: one record for each, every change of it, and which request gets which slot.
+"""What is known of the slots of a server, one record for each, and what is decided by it; `SlotManager` does it.
 
-A request gets the slot that costs least time, and a slot is saved when that costs least. All of it runs in the event
-loop, which is the lock. A slot is *busy* from before anything is done to it until the answer has ended, or until its
-contents are copied for a save. Requests get a slot about in the order in which they came.
+A request gets the slot that costs least time, and a slot is saved when that costs least.
 """
 
 from __future__ import annotations
@@ -183,28 +181,20 @@ class Plan:
 
 
 class SlotPool:
-    """The slots of a server, from its start to its end.
+    """The slots of a server, from its start to its end, given as numbers and lengths.
 
-    With `separated`, each request may find only what its own tenant has put into a slot. `changed` is set when a slot
-    may have to be saved, or may be taken. The owner sets `has_store`, and `can_cut`: whether the server can use any
-    part of what a slot holds, as with full attention. A recurrent state, or the end of a sliding window, is of use only
-    to a prompt that goes on from there.
+    With `separated`, each request may find only what its own tenant has put into a slot. The owner sets how many
+    requests wait, `has_store`, and `can_cut`: whether the server can use any part of what a slot holds, as with full
+    attention. A recurrent state, or the end of a sliding window, is of use only to a prompt that goes on from there.
     """
 
     def __init__(
-        self,
-        slots: Sequence[tuple[int, int]],
-        rates: Rates | None = None,
-        *,
-        max_waiting: int = 1024,
-        separated: bool = False,
+        self, slots: Sequence[tuple[int, int]], rates: Rates | None = None, *, separated: bool = False
     ) -> None:
         self.slots = [PoolSlot(id_, n_ctx) for id_, n_ctx in slots]
         self.rates, self.separated = rates or Rates(), separated
         self.has_store, self.can_cut = False, True
-        self.changed = asyncio.Event()
-        self.n_waiting, self._max_waiting = 0, max_waiting
-        self._is_closed = False
+        self.n_waiting = 0
 
     @property
     def n_busy(self) -> int:
@@ -216,66 +206,11 @@ class SlotPool:
         slots = self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
         return [slot for slot in slots if not slot.is_busy]
 
-    # -- free, busy, free ----------------------------------------------------------------------------------------------
-
-    async def take(self, claim: Claim) -> PoolSlot:
-        """Take the idle slot that costs least, or the wanted one, as soon as there is one.
-
-        Raises
-        ------
-        PoolFullError
-            If too many wait already, or the server ends.
-        """
-        if not self.idle(claim.wanted):
-            if self.n_waiting >= self._max_waiting:
-                raise PoolFullError("too many requests wait for a slot")
-            # by then there may be more in the store
-            claim.found = NOT_ASKED
-            self.n_waiting += 1
-            try:
-                # who waits longest is woken first
-                while not (self._is_closed or self.idle(claim.wanted)):
-                    self.changed.clear()
-                    await self.changed.wait()
-            finally:
-                self.n_waiting -= 1
-                if not self.n_waiting:
-                    # nothing was saved meanwhile
-                    self.changed.set()
-        if self._is_closed:
-            raise PoolFullError("the server has ended")
-        return self.hold(min(self.idle(claim.wanted), key=lambda slot: self.cost(slot, claim)))
-
-    def hold(self, slot: PoolSlot) -> PoolSlot:
-        """Take this slot, which is idle."""
-        assert not slot.is_busy, "a slot has one user at a time"
-        slot.is_busy = True
-        return slot
-
-    def release(self, slot: PoolSlot) -> None:
-        """Give a slot back, and let the next request have it."""
-        slot.is_busy = False
-        self.changed.set()
-
-    # -- what concerns all of them -------------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        """Note that the server has unloaded its model, and with it what the slots hold that nobody uses."""
-        for slot in self.idle():
-            slot.emptied()
-
-    def close(self) -> None:
-        """Note that the server has ended: nobody gets a slot any more, and nothing is saved."""
-        self._is_closed = True
-        self.changed.set()
-
-    async def given_back(self) -> None:
-        """Wait until no slot is in use."""
-        while self.n_busy:
-            self.changed.clear()
-            await self.changed.wait()
-
     # -- what a slot costs a request -----------------------------------------------------------------------------------
+
+    def cheapest(self, claim: Claim) -> PoolSlot:
+        """The idle slot that a request gets."""
+        return min(self.idle(claim.wanted), key=lambda slot: self.cost(slot, claim))
 
     def weigh(self, slot: PoolSlot, claim: Claim) -> Plan:
         """What to do with a slot for a claim, as far as it is known what the store has."""
@@ -327,7 +262,7 @@ class SlotPool:
 
     def next_save(self) -> tuple[float, PoolSlot] | None:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
-        if not self.has_store or self.n_waiting or self._is_closed:
+        if not self.has_store or self.n_waiting:
             return None
         due = [(self._due(slot), slot) for slot in self.idle() if slot.is_worth_saving]
         return min(due, key=lambda one: one[0], default=None)

@@ -230,12 +230,16 @@ def with_slots(
     store: Any = None,
     erase: Callable[[int], object] | None = None,
     rates: Rates | None = None,
-    **options: Any,
+    *,
+    separated: bool = False,
+    max_waiting: int = 10,
 ) -> T:
     """What a scene returns that uses `n` slots of 500 tokens."""
 
     async def run() -> T:
-        manager = SlotManager(SlotPool([(i, 500) for i in range(n)], rates, **options), store, erase or Erase())
+        pool = SlotPool([(i, 500) for i in range(n)], rates, separated=separated)
+        manager = SlotManager(pool, erase or Erase(), max_waiting=max_waiting)
+        manager.use(store)
         try:
             return await scene(manager)
         finally:
@@ -256,7 +260,7 @@ def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_long
     pool.slots[1].tokens = tokens(*range(50))
     plan = weigh(pool, pool.slots[1], P60)
     assert (plan.n_live, plan.restore) == (50, False)
-    chosen = [asyncio.run(pool.take(Claim(prompt, None))) for prompt in (P60, tokens(9, 9))]
+    chosen = [pool.cheapest(Claim(prompt, None)) for prompt in (P60, tokens(9, 9))]
     assert chosen == [pool.slots[1], pool.slots[0]]
 
 
@@ -519,21 +523,21 @@ def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_ask
 
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
     async def scene(manager: SlotManager) -> list[str]:
-        pool, done = manager.pool, list[str]()
-        pool.hold(pool.slots[0])
+        done = list[str]()
+        held = await manager.acquire(None, None)
 
         async def request(name: str) -> None:
-            await pool.take(Claim(tokens(), None))
+            claim = await manager.acquire(None, None)
             done.append(name)
             await asyncio.sleep(0)
-            pool.release(pool.slots[0])
+            manager.release(claim, None, began=False)
 
         tasks = [asyncio.create_task(request(name)) for name in "abc"]
         await asyncio.sleep(0)
-        pool.release(pool.slots[0])
+        manager.release(held, None, began=False)
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert pool.n_waiting == 0
+        assert manager.pool.n_waiting == 0
         return done
 
     assert with_slots(1, scene) == ["b", "c"]
@@ -541,20 +545,19 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
 
 def test_when_the_server_has_ended_nobody_waits_for_its_slots_and_nothing_of_them_is_saved():
     async def scene(manager: SlotManager) -> None:
-        pool = manager.pool
         held = await manager.acquire(P60, None)
         waiting = asyncio.create_task(manager.acquire(P60, None))
         await asyncio.sleep(0)
-        pool.close()
+        manager.close()
         for request in (waiting, manager.acquire(P60, None)):
             with pytest.raises(PoolFullError, match="has ended"):
                 await request
-        given_back = asyncio.create_task(pool.given_back())
+        given_back = asyncio.create_task(manager.given_back())
         await asyncio.sleep(0)
         assert not given_back.done()
         manager.release(held, Usage(0, 60), began=True)
         await given_back
-        assert pool.next_save() is None
+        assert manager.pool.next_save() is None
 
     with_slots(1, scene, Store())
 
