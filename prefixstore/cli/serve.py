@@ -55,9 +55,6 @@ def serve(
     model: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8080,
-    server: str | None = None,
-    slots_dir: Path | None = None,
-    api_key: str | None = None,
     admin_key: str | None = None,
     salt_from: str | None = None,
     far: str | None = None,
@@ -75,8 +72,8 @@ def serve(
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 
-    Starts llama-server, or uses a running one, and listens in front of it. All of its endpoints pass through;
-    completions start from the stored prefix of their prompt, and new tokens are stored when a slot is idle.
+    Starts llama-server, and listens in front of it. All of its endpoints pass through; completions start from the
+    stored prefix of their prompt, and new tokens are stored when a slot is idle.
 
     With --model, or --config FILE that has a model, llama-cpp-python's own server is served instead, in this process;
     its options follow --.
@@ -88,17 +85,14 @@ def serve(
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
     settings_of_file = Config() if config is None else load_config(config)
-    of_running = {"--slots-dir": slots_dir, "--api-key": api_key}
     sizes = {"max_bytes": max_bytes, "far_max_bytes": far_max_bytes, "quota": quota}
     limits = {name: options.max_bytes_of(size, f"--{name.replace('_', '-')}") for name, size in sizes.items()}
     given = {name: value for name, value in {**limits, "ttl": ttl}.items() if value is not None}
     places = location if far is None else [location, far]
     command = command or []
     is_options = not command or command[0].startswith("-")
-    if model is not None or (server is None and settings_of_file.path is not None and is_options):
+    if model is not None or (settings_of_file.path is not None and is_options):
         of_llama_server = {
-            "--server": server,
-            **of_running,
             "--admin-key": admin_key,
             "--salt-from": salt_from,
             "--on-damage": on_damage != "without",
@@ -112,7 +106,7 @@ def serve(
         return _serve_model(places, settings_of_file, given, model, command, host, port)
     try:
         # the extra "server"
-        from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
+        from prefixstore.server.serving import ServeSettings, serve_child  # noqa: PLC0415
         from prefixstore.server.session import OnDamage  # noqa: PLC0415
         from prefixstore.server.tenants import TenantSource  # noqa: PLC0415
     except ImportError as error:
@@ -139,25 +133,11 @@ def serve(
         timeout=timeout,
         announce=_announce,
     )
-    if server is None:
-        if not command:
-            raise InvalidParameterError(
-                "no server is given; add -- llama-server -m FILE, or pass --server URL, --model FILE, or "
-                "--config FILE with a model"
-            )
-        _refuse(of_running, "is for --server; the server that is started here does not need it")
-        serve_child(settings, command)
-        return DONE
-    if command:
-        raise InvalidParameterError("--server is for a server that is already running; leave out everything after --")
-    if slots_dir is None:
-        raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
-    if settings.tenants is not None:
+    if not command:
         raise InvalidParameterError(
-            "--salt-from needs a llama-server that prefixstore starts: a running one may have a cache in RAM, "
-            "or other clients"
+            "no server is given; add -- llama-server -m FILE, or pass --model FILE, or --config FILE with a model"
         )
-    serve_running(settings, server, slots_dir, api_key=options.server_key(api_key))
+    serve_child(settings, command)
     return DONE
 
 

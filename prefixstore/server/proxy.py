@@ -124,7 +124,7 @@ class Proxy:
         if path in self._own.paths:
             await self._own.answer(exchange)
         elif not self._session.is_ready:
-            raise RefusedError(self._session.unready, 503)
+            raise RefusedError("the server is starting", 503)
         # a body takes of what the bodies of all have together
         elif (exchange.method not in READS or exchange.has_body) and (
             refusal := await self._admission.refusal(exchange.headers)
@@ -141,7 +141,7 @@ class Proxy:
         path = exchange.path
         if self._settings.separated and not self._may_pass(exchange):
             raise RefusedError(f"{path} is switched off: tenants are separated, and it shows other tenants", 403)
-        if exchange.method == "POST" and path.startswith("/slots/") and self._session.is_child:
+        if exchange.method == "POST" and path.startswith("/slots/"):
             # any client could write files into its directory in memory, which are never deleted
             raise RefusedError("slots are saved into the store only", 501)
         if exchange.method == "POST" and path == "/lora-adapters" and not self._session.is_never_stored:
@@ -222,7 +222,7 @@ class Proxy:
         if owner is not None and ask.cache_salt is not None:
             owner = within(owner, ask.cache_salt)
         if not await self._session.look():
-            raise RefusedError(self._session.unready, 503)
+            raise RefusedError("the server is starting", 503)
         if tenants is None and self._session.is_never_stored:
             # the server itself knows best which slot has the prompt
             self._passed(exchange, self._session.reason or "")

@@ -10,8 +10,6 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
@@ -20,7 +18,7 @@ from prefixstore.errors import PrefixStoreError, ServerError, StorageError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
-from prefixstore.server.client import LlamaServer, Props
+from prefixstore.server.client import Props
 from prefixstore.server.exchange import server_of
 from prefixstore.server.find_process import process_at, running_process
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
@@ -34,7 +32,7 @@ from prefixstore.server.upstream import Upstream
 from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["ServeSettings", "failure_of", "serve_child", "serve_running"]
+__all__ = ["ServeSettings", "failure_of", "serve_child"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -128,29 +126,19 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         asyncio.run(_serve(settings, sockets, session, child.run(), child.stop, end, has_keys=command.has_keys))
 
 
-def serve_running(settings: ServeSettings, url: str, slots_dir: Path, *, api_key: str | None = None) -> None:
-    """Serve a running llama-server until SIGINT or SIGTERM. Raises as `serve_child`."""
-    # raises if that is no URL, or no key
-    LlamaServer(url, api_key=api_key).close()
-    identify = partial(ServerIdentity.of_process, url)
-    session = ServerSession(Upstream(url, timeout=settings.timeout), settings, slots_dir, identify, api_key)
-    with bound(settings.host, settings.port) as sockets:
-        asyncio.run(_serve(settings, sockets, session, session.watch(), None, session.remove_files, has_keys=True))
-
-
 async def _serve(
     settings: ServeSettings,
     sockets: list[socket.socket],
     session: ServerSession,
     work: Coroutine[Any, Any, None],
-    stop: Callable[[], Awaitable[None]] | None,
+    stop: Callable[[], Awaitable[None]],
     end: Callable[[], None],
     *,
     has_keys: bool,
 ) -> None:
-    """Serve while the server is kept running, or watched (`work`).
+    """Serve while the server is kept running (`work`).
 
-    `stop` ends a server that is ours, and `end` leaves nothing behind if somebody does not want to wait.
+    `stop` ends it, and `end` leaves nothing behind if somebody does not want to wait.
     """
     stopped = asyncio.Event()
     registry = new_registry()
@@ -192,10 +180,7 @@ async def _serve(
             await _listen(proxy, sockets, settings.announce, stopped)
         finally:
             await session.close()
-            if stop is None:
-                working.cancel()
-            else:
-                await stop()
+            await stop()
             await asyncio.gather(working, return_exceptions=True)
             await session.upstream.close()
     if (failure := failure_of(working)) is not None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.upstream import Headers, Upstream, UpstreamError, UpstreamLostError
+from prefixstore.server.upstream import Headers, Upstream, UpstreamError
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -41,12 +42,10 @@ T = TypeVar("T")
 
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
-# how often a server is asked whether it has gone to sleep, and lost its slots, or is another one
+# how often a server is asked whether it has gone to sleep, and lost its slots
 LOOK_SECONDS = 1.0
 # between two attempts to open a store that could not be opened
 REOPEN_SECONDS = 60.0
-# between two questions whether a server that does not answer does so now
-PAUSE = 0.5
 # in a directory that may have files of others
 LMDB_FILES = ("data.mdb", "lock.mdb", "checked")
 SQLITE_FILES = ("", "-wal", "-shm", "-journal")
@@ -95,9 +94,8 @@ def _moved_aside(location: Locations) -> Path | None:
 class ServerSession:
     """The server and its store, and the slots of each of its starts.
 
-    A server that listens on a Unix socket is our child, and may be started again. Another one is somebody else's, and
-    served until a different one answers in its place. `manager` has its slots; it is None until the server was ready
-    for the first time. `store` is None if it could not be opened.
+    The server may be started again. `manager` has its slots; it is None until the server was ready for the first time.
+    `store` is None if it could not be opened.
 
     Parameters
     ----------
@@ -113,7 +111,7 @@ class ServerSession:
     when_ready
         Called each time `ready` has ended.
     when_lost
-        Called if the server, our child, has not answered a request.
+        Called if the server has not answered a request.
     """
 
     def __init__(
@@ -127,7 +125,6 @@ class ServerSession:
         self.upstream, self._settings = upstream, settings
         self._slots_dir, self._identify = slots_dir, identify
         self._headers: Headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.is_child = upstream.socket is not None
         self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
         # stands for an image in a prompt of the server
         self.marker: str | None = None
@@ -135,11 +132,8 @@ class ServerSession:
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
         self.is_ready = False
-        self._is_other = asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[bool] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
         self.when_lost: Callable[[], None] = lambda: None
@@ -155,11 +149,6 @@ class ServerSession:
         if self.store is None:
             return "store_failed"
         return self.store.reason
-
-    @property
-    def unready(self) -> str:
-        """Why no request is answered, while that is so."""
-        return "the server has ended, or was replaced" if self._is_other.is_set() else "the server is starting"
 
     @property
     def is_never_stored(self) -> bool:
@@ -192,7 +181,7 @@ class ServerSession:
     async def _meet(self) -> None:
         """Learn which slots the server has."""
         settings, before = self._settings, self.manager
-        self._props = await self._ask_props()
+        await self._ask_props()
         slots = [(slot.id, slot.n_ctx) for slot in await asyncio.to_thread(self.server.slots)]
         if self.server.is_drafting and settings.separated:
             raise ServerError(
@@ -206,8 +195,6 @@ class ServerSession:
             ending = asyncio.create_task(before.end())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
-        if before is not None or not self.is_child:
-            # one of a server that runs already may have rows that were moved to other positions
             for slot in pool.slots:
                 slot.doubt()
         self.manager = SlotManager(pool, self.server.erase, max_waiting=settings.max_waiting)
@@ -287,86 +274,29 @@ class ServerSession:
             except PrefixStoreError as error:
                 log.warning("not all pages were stored: %s", error)
 
-    # -- a server that is no child of ours -----------------------------------------------------------------------------
-
-    async def watch(self) -> None:
-        """Serve a server that somebody else has started, once it answers, until another one answers in its place.
-
-        Raises
-        ------
-        PrefixStoreError
-            If the server or the store cannot be used, or another server answers, or none for as long as is waited for a
-            byte of it.
-        """
-        said, began, seconds = "", time.monotonic(), self._settings.timeout
-        while not self.is_ready:
-            problem = "it does not answer"
-            try:
-                if await self.upstream.is_healthy():
-                    await self.ready()
-                    break
-            except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
-                problem = str(error)
-            if problem != said:
-                log.warning("waiting for %s: %s", self.upstream.url, problem)
-                said = problem
-            if time.monotonic() > began + seconds:
-                raise ServerError(f"{self.upstream.url} is not ready after {seconds:g} s (--timeout): {problem}")
-            await asyncio.sleep(PAUSE)
-        await self._is_other.wait()
-        raise ServerError(f"none or a different server answers at {self.upstream.url} now: start this one again")
-
     def lost(self) -> None:
-        """A connection has failed: the server may have ended. If a child has, `Child` notices.
-
-        Or it has closed the connection, as it does with some requests that it refuses.
-        """
+        """A connection has failed: the server may have ended, or have closed it, as with requests that it refuses."""
         self._last_look = 0.0
-        if not self.is_ready:
-            return
-        if self.is_child:
+        if self.is_ready:
             self.when_lost()
-        elif self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self.look())
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def look(self) -> bool:
-        """Check for changes of the server since the last request; returns whether it can be used now.
-
-        It may have unloaded its model, and its slots are empty then. Or an operator has started another one at the same
-        place, with other slots, another model: then it is not used any longer.
-        """
+        """Ask the server whether it has unloaded its model, so that its slots are empty; whether it can be used now."""
         now = asyncio.get_running_loop().time()
-        identity = None if self.store is None else self.store.identity
-        is_other = identity is not None and identity.process is not None and not identity.is_running()
-        # a child that computes is still the same one, and does not sleep
-        is_at_work = self.is_child and self.manager is not None and self.manager.pool.n_busy > 0
-        if not is_other and not is_at_work and now >= self._last_look + LOOK_SECONDS:
+        # one that computes does not sleep
+        is_at_work = self.manager is not None and self.manager.pool.n_busy > 0
+        if not is_at_work and now >= self._last_look + LOOK_SECONDS:
             self._last_look = now
-            is_other = await self._answers_otherwise()
-        if is_other and not self.is_child:
-            self.down()
-            self._is_other.set()
+            with suppress(UpstreamError, ServerError, ValueError):
+                props = await self._ask_props()
+                if props is not None and props.is_sleeping and self.manager is not None:
+                    self.manager.forget()
         is_missing = self.store is None and self.is_ready and (self._reopening is None or self._reopening.done())
         if is_missing and now >= self._last_opened + REOPEN_SECONDS:
             self._reopening = asyncio.create_task(self._open_again())
         return self.is_ready
-
-    async def _answers_otherwise(self) -> bool:
-        """Whether the server, asked what it is, says something else than before, or cannot be reached at all."""
-        try:
-            props = await self._ask_props()
-        except UpstreamLostError:
-            is_alive = self.store is not None and self.store.identity.is_running()
-            return not is_alive and not await self.upstream.is_healthy()
-        except (UpstreamError, ServerError, ValueError):
-            props = None
-        if props is None:
-            return False  # what comes next says so
-        if props.is_sleeping and self.manager is not None:
-            self.manager.forget()
-        return props != self._props
 
     def computed(self, usage: Usage) -> None:
         """Note how fast the server has computed."""
@@ -393,18 +323,11 @@ class ServerSession:
                 if self.manager is not None:
                     self.manager.note_use(claim)
 
-    def remove_files(self) -> None:
-        """Delete what is left in the directory of the slots."""
-        if self.store is not None:
-            self.store.directory.close()
-
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._reopening, self._looking) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._reopening is not None:
+            self._reopening.cancel()
+            await asyncio.wait({self._reopening})
         try:
             if self.manager is not None:
                 await self.manager.end(saves=self.is_ready and self.reason is None)

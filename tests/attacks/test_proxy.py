@@ -21,9 +21,9 @@ import httpx
 import pytest
 
 from tests.support import PATIENCE, ROOT
-from tests.support.llama_server import Running, binary, start
+from tests.support.llama_server import Running, binary
 from tests.support.models import TORTURE
-from tests.support.served import START_SECONDS, Serve, Served, cached, launch, own_answers, prompt
+from tests.support.served import START_SECONDS, Serve, Served, cached, own_answers, prompt
 
 
 def _ask(served: Served, text: str, **options: Any) -> httpx.Response | None:
@@ -254,23 +254,6 @@ def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(
             client.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         assert int(client.recv(65536).split()[1]) in statuses
     assert "Traceback" not in served.text()
-
-
-def test_a_target_that_the_server_cannot_bear_does_not_lose_its_slots(tmp_path: Path, docs_model: Path):
-    running = start(docs_model, tmp_path / "slots", "-c", "4096", "--no-cache-idle-slots")
-    options = [str(tmp_path / "store"), "--port", "0", "--server", running.url, "--slots-dir", str(tmp_path / "slots")]
-    served = launch(tmp_path, "served", options)
-    try:
-        served.wait_ready()
-        served.complete(prompt(1))
-        before = _held(served)
-        assert served.get("/" + "a" * 20_000).status_code == 400
-        assert served.get("/health", headers={"x": "a" * 50_000}).status_code >= 400
-        assert _held(served) == before
-        assert served.status()["ready"]
-    finally:
-        served.end()
-        running.stop()
 
 
 def test_a_tenant_finds_nothing_that_another_leaves_in_a_slot_while_it_goes_on(serve: Serve):

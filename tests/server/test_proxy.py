@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -495,44 +494,6 @@ def test_the_hooks_say_that_the_proxy_needs_none(
     options = ["--server", shared_proxy.url, "--slots-dir", str(tmp_path)]
     assert main(["slots", "save", "--all", *options, str(tmp_path / "store")]) == 2
     assert "saves and restores slots itself" in capsys.readouterr().err
-
-
-# -- a server that runs already, or is started by something else ------------------------------------------------------
-
-
-def test_a_server_that_never_answers_is_not_waited_for_without_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    command = ["serve", str(tmp_path / "store"), "--port", "0", "--server", "http://127.0.0.1:9", "--timeout", "1"]
-    assert main([*command, "--slots-dir", str(tmp_path)]) == 1
-    assert "http://127.0.0.1:9 is not ready after 1 s (--timeout): it does not answer" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_it_ends_when_the_server_was_replaced_by_another_one(
-    llama_server: Callable[..., Running],
-    models: Callable[..., Path],
-    tmp_path: Path,
-    docs_model: Path,
-):
-    keep = ("--no-cache-idle-slots", "-c", "4096")
-    running = llama_server(docs_model, "-np", "1", *keep)
-    arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
-    served = launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir)])
-    try:
-        served.wait_ready()
-        served.complete(prompt(25))
-        served.saved()
-        running.stop()
-        # at the same address and directory, as an operator starts it
-        other = llama_server(models("llama", n_head=2), *keep, name=running.slots_dir.name, port=running.port)
-        while served.process.poll() is None:
-            with suppress(httpx.TransportError):
-                answer = served.post("/completion", json={"prompt": [5, 6], "n_predict": 1})
-                assert answer.status_code == 200 or "has ended, or was replaced" in answer.text
-        assert served.ended() == 1
-        assert "different server answers" in served.text()
-        assert other.is_alive()
-    finally:
-        served.end()
 
 
 @pytest.mark.slow

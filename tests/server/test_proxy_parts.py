@@ -679,18 +679,11 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
 
 def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
-    class Healthy(Upstream):
-        async def is_healthy(self) -> bool:
-            return True
-
-    class Answering(ServerSession):
-        async def ready(self) -> None:
-            raise AttributeError("an answer in another form")
+    async def watch() -> None:
+        raise AttributeError("an answer in another form")
 
     async def scene() -> Exception | None:
-        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
-        session = Answering(Healthy("http://server", timeout=60), settings, nothing, ServerIdentity)
-        watching = asyncio.create_task(session.watch())
+        watching = asyncio.create_task(watch())
         await asyncio.wait({watching})
         return failure_of(watching)
 
@@ -711,7 +704,6 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
     async def scene() -> None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        session.is_child = True
         session.is_ready = True
         await session._open()
         for seconds in (3600.0, 0.0):

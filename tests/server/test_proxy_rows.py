@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.llama_server import Running
-from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
+from tests.support.served import TEXT, Serve, Served, cached, own_answers, prompt
 
 # A field that this llama-server does not know, as a newer one may.
 UNKNOWN = {"steering": 1}
@@ -109,28 +108,6 @@ def test_no_request_moves_rows(serve: Serve, alone: Running):
             if one["tokens_evaluated"] > 100:
                 assert cached(one) in (0, len(end) - 1)
                 assert one["content"] in own
-
-
-@pytest.mark.slow
-def test_rows_that_were_moved_before_the_proxy_came_are_not_used(
-    llama_server: Callable[..., Running], docs_model: Path, tmp_path: Path
-):
-    running = llama_server(docs_model, "-np", "1", "-c", "4096", "--no-cache-idle-slots")
-    _, end = _whole_and_end(running)
-    right = _own(running, end)
-    assert _moves_rows(running)
-    arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
-    served = launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir)])
-    try:
-        served.wait_ready()
-        answer = served.complete(end)
-        assert cached(answer) == 0
-        assert answer["content"] in right
-        assert cached(served.complete(end)) > 100
-        assert served.stop() == 0
-        assert list(running.slots_dir.iterdir()) == []
-    finally:
-        served.end()
 
 
 # -- slots that cannot be emptied --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from prefixstore import PrefixStore
 from prefixstore.config import load_config
 from prefixstore.server import child, serving, slot_manager
 from tests.support import ROOT
-from tests.support.llama_server import binary
+from tests.support.llama_server import binary, is_healthy
 from tests.support.ports import free_port
 from tests.support.python_server import START_SECONDS
 from tests.support.untimed import untimed
@@ -151,12 +151,13 @@ def test_systemd_and_compose_leave_the_time_to_store_what_slots_hold():
 
 
 @pytest.mark.slow
-def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_path):
-    document = (ROOT / "docs" / "servers.md").read_text()
-    section = document.split("\n### A server that is already running\n")[1]
-    start = [line.strip() for line in section.strip().split("\n\n")[0].splitlines()]
-    hooks = re.findall(r"^    (prefixstore slots .*)$", section, re.MULTILINE)
-    assert len(hooks) == 3
+def test_the_hooks(place, tmp_path):
+    section = (ROOT / "docs" / "servers.md").read_text().split("\n## Hooks\n")[1]
+    start, hooks = (
+        re.findall(rf"^    ({name} .*)$", section, re.MULTILINE)
+        for name in ("(?:mkdir|llama-server)", "prefixstore slots")
+    )
+    assert (len(start), len(hooks)) == (2, 3)
     port, log = free_port(), tmp_path / "log"
     (place / "system.txt").write_text(TEXT)
     for one, other in (
@@ -169,14 +170,14 @@ def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_pa
         start, hooks = ([line.replace(one, other) for line in lines] for lines in (start, hooks))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # in the background, both end with the group
-    script = "\n".join([*start[:-1], f"{start[-1]} --port 0", "wait"])
+    script = "\n".join([*start, "wait"])
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["bash", "-ec", script], cwd=place, env=environment, stdout=file, stderr=file, start_new_session=True
         )
     try:
         deadline = time.monotonic() + START_SECONDS
-        while b"llama-server is ready; store" not in log.read_bytes():
+        while not is_healthy(f"http://127.0.0.1:{port}"):
             assert process.poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < deadline, log.read_text(errors="replace")
             time.sleep(0.05)

@@ -16,7 +16,6 @@ from prefixstore.cli import main
         (["--model", "m.gguf", "--", "llama-server", "-m", "m.gguf"], "leave out --model"),
         (["--model", "m.gguf", "--salt-from", "api-key"], "--salt-from is for llama-server"),
         (["--model", "m.gguf", "--max-waiting", "3"], "--max-waiting is for llama-server"),
-        (["--model", "m.gguf", "--server", "http://127.0.0.1:1"], "--server is for llama-server"),
         (["--model", "m.gguf", "--config", "c.toml"], "sets n_ctx in [model]: leave out --model"),
         (["--model", "missing.gguf"], "prefixstore: model file not found: missing.gguf"),
     ],
