@@ -32,6 +32,7 @@ from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import verify
+from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage, Usage
 from prefixstore.results import TierStats
@@ -250,43 +251,41 @@ class TieredEngine(Engine):
         if n_near == len(pages):
             return near
         # both begin together: far pages arrive while near ones are used
-        return [*near, (self.far._fetcher, pages[n_near:], self._keeping())]  # noqa: SLF001 - of this module
+        return [*near, (self.far._fetcher, pages[n_near:], self._keeping(pages))]  # noqa: SLF001 - of this module
 
-    def _keeping(self) -> Keep:
-        """Keeps pages that the far location gives, until one is not kept: those that follow it would have no parent."""
-        goes_on = not self.read_only
+    def _keeping(self, pages: Sequence[Page]) -> Keep:
+        """Keeps those of these pages that the far location gives, until one is not kept.
+
+        A restore is not to wait for this location, which may hang: its commit finds out what is here already, and what
+        has no parent here.
+        """
+        fetched, goes_on = {page.key for page in pages}, not self.read_only
 
         def keep(page: Page, state: memoryview) -> None:
             nonlocal goes_on
-            goes_on = goes_on and not self.is_closed and self._keep(page, state)
+            if not goes_on or self.is_closed or self._breaker.is_open:
+                return
+            # pages of recurrent memory have only tokens: they are never fetched
+            is_alone = page.form == SNAPSHOT and page.parent != page.namespace and page.parent not in fetched
+            path = self.far.lookups.path(page)[:-1] if is_alone else []
+            before = [one for one in path if one.raw_bytes == 0]
+            goes_on = all(self._keep_one(one, memoryview(b"")) for one in before) and self._keep_one(page, state)
 
         return keep
 
-    def _keep(self, page: Page, state: memoryview) -> bool:
-        """Keep a page, unless it is here; whether pages after it can be kept."""
-        if self.lookups.has(page.key):
+    def _keep_one(self, page: Page, state: memoryview) -> bool:
+        """Keep a page, unless it waits already; whether pages after it can be kept."""
+        if self._catalog.get(page.key) is not None:
             return True
         settings = self._settings.get(page.namespace)
-        if settings is None:
-            return False
-        # pages of recurrent memory have only tokens: they are never fetched
-        is_first = page.parent == page.namespace or self.lookups.has(page.parent)
-        path = [] if is_first else self.far.lookups.path(page)[:-1]
-        before = [one for one in path if not self.lookups.has(one.key)]
-        if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
-            return False
-        return self._keep_one(page, state, settings)
-
-    def _keep_one(self, page: Page, state: memoryview, settings: bytes) -> bool:
-        buffer = self.captures.acquire(len(state))
-        if buffer is None:
-            self.counters.count("not_kept")
+        buffer = self.captures.acquire(len(state)) if settings is not None else None
+        if settings is None or buffer is None:
             return False
         new = PendingPage(page_for(page, is_far=False), settings, buffer)
         buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
         is_kept = self.captures.take(new, None)
-        self.counters.count("kept" if is_kept else "not_kept")
+        self.counters.add({"kept": is_kept})
         return is_kept
 
     @handed_over

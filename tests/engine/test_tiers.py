@@ -408,3 +408,23 @@ def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(nea
             wait_for(lambda: other.engine.tiers()[0].kept >= 3, "what has come is kept")
             other.engine.drain()
             assert other.restore(LONG) == 10
+
+
+def test_a_restore_from_the_far_location_does_not_wait_for_a_near_one_that_hangs():
+    near, far = failing(), MemoryPages()
+    near.is_local = True
+    with tiers(MemoryPages(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(near, far) as other:
+            path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+            near.gate.clear()
+            n_asked = near.asked.copy()
+            with other.engine.fetching(path.pages, streamed=True) as states:
+                assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages]
+            # by its own write thread only
+            assert {thread for thread, n in (near.asked - n_asked).items() if n} <= {"prefixstore-write"}
+            near.gate.set()
+            other.engine.drain()
+            assert other.restore(LONG) == 10
+            assert other.given() == (10, 10)
