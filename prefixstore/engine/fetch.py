@@ -16,7 +16,7 @@ from typing import Protocol
 
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.page import Page
-from prefixstore.engine.source import Admit, Given, LateError, Look, ShapeError, Source, SourceReader
+from prefixstore.engine.source import SLOWER, Admit, Given, LateError, Look, ShapeError, Source, SourceReader
 from prefixstore.errors import StorageError
 
 __all__ = ["Deadline", "States"]
@@ -151,7 +151,7 @@ class States(Lent, Iterator[memoryview]):
         page = reader.pages[reader.n_given]
         if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
             if self.verified() == self.n_given:
-                reader.fetcher.give_up(page, LateError("the location is slower than computing"))
+                reader.fetcher.give_up(page, LateError(SLOWER))
             return None
         given = self._answer(reader)
         if given is None or given.state is None:
@@ -175,10 +175,7 @@ class States(Lent, Iterator[memoryview]):
         """What has come next; None, or without a state, if nothing follows, which was counted."""
         if self._ended:
             return None
-        try:
-            given = reader.answer(self._left)
-        except StorageError as error:
-            given = Given(reader.next_page, error=error)
+        given = reader.answer(self._left)
         if given.page is not None and given.state is None:
             self._ended = True
             if given.error is None or isinstance(given.error, StorageError):

@@ -6,12 +6,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.page import Page
+from prefixstore.engine.page import Page, is_same
 from prefixstore.format.record import Buffer
 
 __all__ = ["RamTier"]
@@ -20,15 +19,8 @@ __all__ = ["RamTier"]
 ENTRY_BYTES = 512
 
 
-class _State(NamedTuple):
-    parent: bytes
-    tokens: bytes
-    # not bytes: NumPy asks for large pages
-    array: npt.NDArray[np.uint8]
-
-
-def _cost(n_token_bytes: int, n_bytes: int) -> int:
-    return n_token_bytes + n_bytes + ENTRY_BYTES
+def _cost(page: Page, n_bytes: int) -> int:
+    return len(page.tokens) + n_bytes + ENTRY_BYTES
 
 
 class RamTier:
@@ -37,7 +29,8 @@ class RamTier:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._states: OrderedDict[bytes, _State] = OrderedDict()
+        # not bytes: NumPy asks for large pages
+        self._states: OrderedDict[bytes, tuple[Page, npt.NDArray[np.uint8]]] = OrderedDict()
         self._used = 0
 
     @property
@@ -47,7 +40,7 @@ class RamTier:
 
     def lacks(self, pages: Sequence[Page]) -> bool:
         """Whether one of these pages is not here, and all of them can be."""
-        size = sum(_cost(len(page.tokens), page.raw_bytes) for page in pages)
+        size = sum(_cost(page, page.raw_bytes) for page in pages)
         return size <= self._limit and any(page.key not in self._states for page in pages)
 
     def state(self, page: Page) -> memoryview | None:
@@ -56,21 +49,20 @@ class RamTier:
             return None
         with self._lock:
             found = self._states.get(page.key)
-            # a key is only a hash: compare the tokens
-            if found is None or (found.tokens, found.parent) != (page.tokens, page.parent):
+            if found is None or not is_same(found[0], page):
                 return None
             self._states.move_to_end(page.key)
-            return found.array.data
+            return found[1].data
 
     def keep(self, page: Page, state: Buffer) -> None:
         """Copy the state of a stored page."""
-        size = _cost(len(page.tokens), len(state))
+        size = _cost(page, len(state))
         if size > self._limit or page.key in self._states:
             return
         # without memory for it, the state is read from the location the next time
         with suppress(MemoryError):
             # not under the lock: until the least recently used ones are dropped, it takes more than the limit
-            kept = _State(page.parent, page.tokens, np.frombuffer(state, np.uint8).copy())
+            kept = page, np.frombuffer(state, np.uint8).copy()
             with self._lock:
                 self._drop(page.key)
                 self._states[page.key] = kept
@@ -87,7 +79,7 @@ class RamTier:
 
     def _drop(self, key: bytes) -> None:
         if (gone := self._states.pop(key, None)) is not None:
-            self._used -= _cost(len(gone.tokens), gone.array.nbytes)
+            self._used -= _cost(gone[0], gone[1].nbytes)
 
     def clear(self) -> None:
         """Drop everything."""

@@ -209,45 +209,39 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
     At most three: the last one that is not above the path, one that is on either side, as its tokens say, and the first
     one that is above it.
     """
-    before: list[Row] = []
-    after: list[Row] = []
+    before: Sequence[Row] = ()
+    after: Sequence[Row] = ()
     beside = None
     sides = iter(found)
     for i, row in enumerate(path):
         below, above = next(sides), next(sides)
         here = next((Child.unpack(one.value) for one in below if one.key == row), None)
         # those of deeper steps are nearer
-        before = [one for one in below if one.key != row][:1] + before
-        after = [*above, *after]
+        before = [one for one in below if one.key != row][:1] or before
+        after = above or after
         if here is None or not here.has_more:
             beside = here.page if here is not None else None
             break
         if here.page is not None:
             # it ends here, and so comes before the others
-            before.insert(0, Row(row, Child(here.page).pack()))
+            before = [Row(row, Child(here.page).pack())]
         if i == len(path) - 1:
-            after = view.ranges([under(node_below(row), 1)])[0] + after
+            after = view.ranges([under(node_below(row), 1)])[0] or after
     keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
     return [key for key in keys if key is not None]
 
 
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
-    """The first page below the first of these rows that has any, or the last one."""
-    waiting = list(rows[::-1])
+    """The first page below a row, or the last one; None if it leads to none."""
     for _ in range(DEEPEST):
-        if not waiting:
-            return None
-        row = waiting.pop()
-        child = Child.unpack(row.value)
-        if child is None:
-            continue
-        if child.page is not None and not (child.has_more and last):
+        child = Child.unpack(rows[0].value) if rows else None
+        if child is None or (child.page is not None and not (child.has_more and last)):
+            return child.page if child is not None else None
+        # those that go on come after the one that ends here
+        below = view.ranges([under(node_below(rows[0].key), 1)._replace(reverse=last)])[0]
+        if not below:
             return child.page
-        below = under(node_below(row.key), 1)
-        if child.page is not None:
-            # those that go on come after it
-            waiting.append(Row(row.key, Child(child.page).pack()))
-        waiting += view.ranges([below._replace(reverse=last)])[0]
+        rows = below
     return None
 
 

@@ -61,6 +61,7 @@ Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
 """Consecutive pages, what reads them, and what receives the states that were accepted, or that are late."""
 
 RAW = CODECS["raw"]
+SLOWER = "the location is slower than computing"
 
 
 class LateError(UnavailableError):
@@ -169,13 +170,7 @@ class SourceReader:
             self._slots[0].put(Given(self.next_page, error=failed))
 
     def answer(self, left: Callable[[float], float]) -> Given:
-        """What comes after the accepted states, which are verified then.
-
-        Raises
-        ------
-        LateError
-            If it has not come in time. Nothing comes after that, nor after an error.
-        """
+        """What comes after the accepted states, which are verified then. Nothing comes after an error."""
         if self._come is None:
             self._come = self._in_time(left)
         return self._come
@@ -192,18 +187,19 @@ class SourceReader:
             # it can only hang
             with suppress(Empty):
                 return slot.get(timeout=self._patience)
-            self._is_left = True
             self.fetcher.breaker.hangs(page)
-            raise LateError("the location does not answer")
-        with suppress(Empty):
-            return slot.get(timeout=_within(left(0.0)))
-        # what will be there soon is worth waiting for, once
-        arrived = self._view.arrived if self._view is not None else 0
-        if arrived and page.stored_bytes:
+            late = LateError("the location does not answer")
+        else:
             with suppress(Empty):
-                return slot.get(timeout=_within(left(min(arrived / page.stored_bytes, 1.0))))
+                return slot.get(timeout=_within(left(0.0)))
+            # what will be there soon is worth waiting for, once
+            arrived = self._view.arrived if self._view is not None else 0
+            if arrived and page.stored_bytes:
+                with suppress(Empty):
+                    return slot.get(timeout=_within(left(min(arrived / page.stored_bytes, 1.0))))
+            late = LateError(SLOWER)
         self._is_left = True
-        raise LateError("the location is slower than computing")
+        return Given(page, error=late)
 
     def leave(self) -> None:
         """Have the thread end."""
@@ -353,6 +349,15 @@ class SourceReader:
                 log.warning("a fetched page was not kept: %s", error, exc_info=unexpected)
 
 
+# what is logged and counted of a page that cannot be used, by the first of these that its error is
+UNREADABLE = (
+    (CorruptError, "a damaged page will be deleted", "corrupt"),
+    (ShapeError, "a page was not used", "shape"),
+    (IncompatibleError, "a page that needs a newer version was not used", "incompatible"),
+    (StorageError, "a page cannot be read", "unavailable"),
+)
+
+
 class Fetcher(Part):
     """What it takes to read the pages of a location.
 
@@ -400,8 +405,7 @@ class Fetcher(Part):
 
     def count_given(self, pages: Sequence[Page]) -> None:
         """Count pages that a caller has got."""
-        self._counters.count("given_pages", len(pages))
-        self._counters.count("given_bytes", sum(page.raw_bytes for page in pages))
+        self._counters.add({"given_pages": len(pages), "given_bytes": sum(page.raw_bytes for page in pages)})
 
     def forget(self, page: Page) -> None:
         """The next lookup reads the record of this page again."""
@@ -415,20 +419,13 @@ class Fetcher(Part):
         elif isinstance(error, LateError):
             log.info("a restore continues without the pages that have not arrived: %s", error)
             self._counters.count("late")
-        elif isinstance(error, CorruptError):
-            log.warning("a damaged page will be deleted: %s", error)
-            if not isinstance(error, UndecryptableError):  # that is counted where it is found
-                self._counters.count("unreadable:corrupt")
-            self._catalog.mark_damaged(page)
-        elif isinstance(error, ShapeError):
-            log.warning("a page was not used: %s", error)
-            self._counters.count("unreadable:shape")
-        elif isinstance(error, IncompatibleError):
-            log.warning("a page that needs a newer version was not used: %s", error)
-            self._counters.count("unreadable:incompatible")
         else:
-            log.warning("a page cannot be read: %s", error)
-            self._counters.count("unreadable:unavailable")
+            what, reason = next(said for kind, *said in UNREADABLE if isinstance(error, kind))
+            log.warning("%s: %s", what, error)
+            if not isinstance(error, UndecryptableError):  # that is counted where it is found
+                self._counters.count(f"unreadable:{reason}")
+            if reason == "corrupt":
+                self._catalog.mark_damaged(page)
 
 
 def _for_caller(error: BaseException) -> Exception:

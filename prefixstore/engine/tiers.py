@@ -212,25 +212,22 @@ class TieredEngine(Engine):
 
         `n_tokens` have to be computed without it.
         """
-        is_patient = self._max_delay is None or self.captures.stores_all > 0
+        seconds = None
+        if self._max_delay is not None and not self.captures.stores_all:
+            known = self.token_seconds
+            seconds = max(self._max_delay, SHARE * n_tokens * known) if known else self._max_delay + UNKNOWN_SECONDS
         # read once: another thread may set it to None
         overdue = self._overdue
-        if not is_patient and overdue is not None and not overdue.is_there:
+        if seconds is not None and overdue is not None and not overdue.is_there:
             self.far.counters.count("late_lookups")
             return None
         self._overdue = None
         if self.far.is_failing:
             return None
         try:
-            if is_patient or self._max_delay is None:
-                return ask(self.far.lookups)
             asked = self.threads.start(ask, self.far.lookups)
-            if self.token_seconds is None:
-                seconds = self._max_delay + UNKNOWN_SECONDS
-            else:
-                seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
             try:
-                return asked.get(min(seconds, threading.TIMEOUT_MAX))
+                return asked.get(min(seconds, threading.TIMEOUT_MAX) if seconds is not None else None)
             except Empty:
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
