@@ -107,16 +107,12 @@ class Located:
         more = (self.beside[n],) if shared else ()
         return Path((*self.pages, *more), at * self.prompt.page_tokens + shared)
 
-    def fitting_snapshots(self) -> list[tuple[int, Page]]:
-        """The snapshots whose tokens begin the prompt, the deepest first, each with the number of pages before it."""
+    def to_snapshots(self) -> list[Path]:
+        """The paths to the snapshots whose tokens begin the prompt, the deepest first."""
         found = [
-            (i, page)
-            for i, after in enumerate(self.snapshots)
+            Path((*self.pages[:n], page), page.end)
+            for n, after in enumerate(self.snapshots)
             for page in after
-            if self.prompt.pieces[i].startswith(page.tokens)
+            if self.prompt.pieces[n].startswith(page.tokens)
         ]
-        return sorted(found, key=lambda one: one[1].end, reverse=True)
-
-    def path_to(self, n_pages: int, snapshot: Page) -> Path:
-        """The path to a snapshot."""
-        return Path((*self.pages[:n_pages], snapshot), snapshot.end)
+        return sorted(found, key=lambda path: path.n_tokens, reverse=True)

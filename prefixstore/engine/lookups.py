@@ -30,11 +30,20 @@ T = TypeVar("T")
 
 
 def asked(method: Callable[Concatenate[Lookups, P], T]) -> Callable[Concatenate[Lookups, P], T]:
-    """A method that reads the location for a completion: if it hangs, the caller gives up. See `Lookups.in_time`."""
+    """A method that reads the location for a completion, in a thread.
+
+    It raises `UnavailableError` if a location on this machine does not answer for ten seconds. Others have timeouts of
+    their own.
+    """
 
     @wraps(method)
     def asking(self: Lookups, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.in_time(partial(method, self, *args, **kwargs))
+        seconds = self.breaker.patience() if self._backend.is_local else None
+        try:
+            return self.threads.answer(partial(method, self, *args, **kwargs), seconds=seconds)
+        except Empty:
+            self.breaker.hangs()
+            raise UnavailableError(f"{self._backend.location} does not answer") from None
 
     return asking  # type: ignore[return-value]  # of `wraps`: the same
 
@@ -45,20 +54,6 @@ class Lookups(Part):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._started = time.time_ns()
-
-    def in_time(self, work: Callable[[], T]) -> T:
-        """What a thread finds in the location.
-
-        Raises
-        ------
-        UnavailableError
-            If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
-        """
-        try:
-            return self.threads.answer(work, seconds=self.breaker.patience() if self._backend.is_local else None)
-        except Empty:
-            self.breaker.hangs()
-            raise UnavailableError(f"{self._backend.location} does not answer") from None
 
     # -- of a prompt --------------------------------------------------------------------------------------------------
 
@@ -88,12 +83,11 @@ class Lookups(Part):
         return path
 
     def _deepest(self, found: Located, multiple_of: int) -> Path:
-        n_kept = _n_kept(found.pages)
-        for n_pages, snapshot in found.fitting_snapshots():
-            if n_pages > n_kept or _n_kept([snapshot]) == 0:
+        for path in found.to_snapshots():
+            if _n_kept(path.pages) < len(path.pages):
                 self._catalog.expired()
-            elif snapshot.end % multiple_of == 0:
-                return found.path_to(n_pages, snapshot)
+            elif path.n_tokens % multiple_of == 0:
+                return path
         return Path((), 0)
 
     @asked

@@ -24,7 +24,8 @@ def too_many(
 
     Those from which other prompts branch off, or which are `valued`, stay before others.
     """
-    there = [page for _, page in found.fitting_snapshots() if not catalog.is_thinned(page.key)][::-1]
+    snapshots = [path.pages[-1] for path in reversed(found.to_snapshots())]
+    there = [page for page in snapshots if not catalog.is_thinned(page.key)]
     if len(there) <= keep:
         return []
     namespace, tokens = found.prompt.namespace, found.prompt.tokens

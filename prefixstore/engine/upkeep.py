@@ -145,7 +145,7 @@ class Upkeep(Part):
             prompt = self._lookups.prompt(namespace, tokens, page_tokens)
             found = self._lookups.locate(transaction, prompt, self._catalog.along(prompt), snapshots=True)
             # where there are snapshots, pages alone cannot be restored
-            path = next((found.path_to(*one) for one in found.fitting_snapshots()), found.path())
+            path = next(iter(found.to_snapshots()), found.path())
             return [page.key for page in path.pages]
 
         self._set_pinned(chosen, pinned=pinned)
