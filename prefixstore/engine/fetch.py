@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.page import Page
@@ -20,6 +21,8 @@ from prefixstore.engine.source import SLOWER, Admit, Given, LateError, Look, Sha
 from prefixstore.errors import StorageError
 
 __all__ = ["Deadline", "States"]
+
+T = TypeVar("T")
 
 # How far behind its deadline a location on this machine may be: it may be the machine that has paused.
 LOCAL_SECONDS = 0.5
@@ -79,8 +82,8 @@ class States(Lent, Iterator[memoryview]):
     ) -> None:
         super().__init__()
         self._readers: list[SourceReader] = []
-        # the one whose turn it is
-        self._at = 0
+        # the state that was returned last, and who has read it
+        self._last: tuple[SourceReader, Given] | None = None
         self._look = look
         self._deadline = deadline
         # the page whose size the caller does not accept, if there is one
@@ -103,8 +106,13 @@ class States(Lent, Iterator[memoryview]):
 
     @property
     def n_verified(self) -> int:
-        """How many of them are verified so far; `verified` waits until all are."""
-        return sum(one.n_verified for one in self._readers)
+        """How many of them are verified so far, all but the last one at least; `verified` waits until all are."""
+        return self.n_given - (self._last is not None and self._last[1].check is not None)
+
+    @property
+    def _next_reader(self) -> SourceReader | None:
+        """Whose turn it is, if there is more."""
+        return next((one for one in self._readers if one.n_given < len(one.pages)), None)
 
     def __enter__(self) -> States:  # noqa: PYI034 - nothing derives from it
         for reader in self._readers:
@@ -118,9 +126,11 @@ class States(Lent, Iterator[memoryview]):
     ) -> None:
         self._ended, self.is_open = True, False
         is_left = not (kind is None or issubclass(kind, Exception))
-        for i, reader in enumerate(self._readers):
+        turn = self._next_reader
+        for reader in self._readers:
             # a Ctrl-C does not wait for the location, and nobody for another machine whose turn has not come
-            reader.end(is_left=is_left or (i > self._at and not reader.fetcher.is_local))
+            is_early = reader is not turn and not reader.n_given and not reader.fetcher.is_local
+            reader.end(is_left=is_left or is_early)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # its making was interrupted
@@ -128,37 +138,23 @@ class States(Lent, Iterator[memoryview]):
                 reader.leave()
 
     def __next__(self) -> memoryview:
-        if self._error is not None:
-            raise self._error
-        while not self._ended:
-            reader = self._readers[self._at]
-            if reader.n_given < len(reader.pages):
-                state = self._next(reader)
-                if state is not None:
-                    return state
-                self._ended = True
-            elif self.verified() == self.n_given:
-                # what was given is good before anything follows it
-                self._at += 1
-                self._ended = self._at == len(self._readers)
-                if self._ended and self._refused is not None:
-                    claim = f"{self._refused.key.hex()} claims a state of {self._refused.raw_bytes} bytes"
-                    reader.fetcher.give_up(self._refused, ShapeError(f"page {claim}, more than possible"))
-        raise StopIteration
-
-    def _next(self, reader: SourceReader) -> memoryview | None:
-        """The next state of a source; None if there is none, which was counted."""
+        # what was given is good before anything follows it
+        if self.verified() < self.n_given or self._ended:
+            raise StopIteration
+        reader = self._next_reader
+        if reader is None:
+            self._ended = True
+            if self._refused is not None:
+                claim = f"{self._refused.key.hex()} claims a state of {self._refused.raw_bytes} bytes"
+                error = ShapeError(f"page {claim}, more than possible")
+                self._readers[-1].fetcher.give_up(self._refused, error)
+            raise StopIteration
         page = reader.pages[reader.n_given]
-        if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
-            if self.verified() == self.n_given:
-                reader.fetcher.give_up(page, LateError(SLOWER))
-            return None
-        given = self._answer(reader)
-        if given is None or given.state is None:
-            return None
-        if self._look is not None and not given.is_looked_at and not self._look(page, given.state):
-            reader.fetcher.give_up(page, given.misshapen())
-            return None
+        given = self._come(reader, page)
+        if given.state is None:
+            self._end(reader, page, given.error)
+            raise StopIteration
+        self._last = reader, given
         reader.accept()
         return given.state
 
@@ -166,24 +162,53 @@ class States(Lent, Iterator[memoryview]):
         """How many returned states are verified; if fewer than all, the last one is bad."""
         if self._error is not None:
             raise self._error
-        if not self._ended and self.n_verified < self.n_given:
-            # it is verified before anything else comes
-            self._answer(self._readers[self._at])
+        if self._last is not None and self._last[1].check is not None and not self._ended:
+            reader, given = self._last
+            error = self._wait(reader, given.page, given.checked)
+            if error is not None:
+                self._end(reader, given.page, error)
         return self.n_verified
 
-    def _answer(self, reader: SourceReader) -> Given | None:
-        """What has come next; None, or without a state, if nothing follows, which was counted."""
-        if self._ended:
-            return None
-        given = reader.answer(self._left)
-        if given.page is not None and given.state is None:
-            self._ended = True
-            if given.error is None or isinstance(given.error, StorageError):
-                reader.fetcher.give_up(given.page, given.error)
-            else:
-                self._error = given.error
-                raise given.error
-        return given
+    def _come(self, reader: SourceReader, page: Page) -> Given:
+        """What comes for the next page; without a state if it cannot be used."""
+        if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
+            return Given(page, error=LateError(SLOWER))
+        found = self._wait(reader, page, reader.slots[reader.n_given])
+        given = found if isinstance(found, Given) else Given(page, error=found)
+        if given.state is None or self._look is None or given.is_looked_at or self._look(page, given.state):
+            return given
+        return Given(page, error=given.misshapen())
+
+    def _wait(self, reader: SourceReader, page: Page, said: SimpleQueue[T]) -> T | LateError:
+        """What the thread says of a page, or that it is late."""
+        for seconds in self._patience(reader):
+            with suppress(Empty):
+                # what has come already is used, however late it is
+                return said.get(timeout=min(max(seconds, 0.001), TIMEOUT_MAX))
+        reader.is_left = True
+        if reader.fetcher.is_local:
+            reader.fetcher.breaker.hangs(page)
+        return LateError("the location does not answer" if reader.fetcher.is_local else SLOWER)
+
+    def _patience(self, reader: SourceReader) -> Iterator[float]:
+        """How many seconds to wait for a thread, and then how many more."""
+        if reader.fetcher.is_local:
+            # it can only hang
+            yield reader.patience
+            return
+        yield self._left()
+        if (arrived := reader.arrived) > 0:
+            # what will be there soon is worth waiting for, once
+            yield self._left(arrived)
+
+    def _end(self, reader: SourceReader, page: Page, error: Exception | None) -> None:
+        """Give nothing after this page, which is gone, or cannot be used."""
+        self._ended = True
+        if error is None or isinstance(error, StorageError):
+            reader.fetcher.give_up(page, error)
+        else:
+            self._error = error
+            raise error
 
     def _left(self, arrived: float = 0.0) -> float:
         """Seconds that are left for the next state, if this share of it has arrived."""

@@ -4,8 +4,9 @@ The thread has the view. It reads some pages ahead of the caller, and gives each
 
     caller                             thread
     start                              open the view; read and give the first states
-    answer: wait for the next slot
+    wait for the next slot
     the state can be used: accept      verify it and copy it for later, while the caller uses it; read one more
+    wait until it is verified
     end: wait                          close the view; if the caller has given up, keep what has come since
 
 Raw pages that are not encrypted are mostly read *along*: one at a time, given before the checksum is known, and
@@ -19,11 +20,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import TIMEOUT_MAX
+from queue import SimpleQueue
 from typing import TypeAlias
 
 from prefixstore.backends.threads import Answer
@@ -76,12 +76,13 @@ class ShapeError(IncompatibleError):
 class Given:
     """What the thread gives for a page."""
 
-    # None after the last one
-    page: Page | None
+    page: Page
     # None if there is none: it is gone, or there is an error
     state: memoryview | None = None
     # raises `CorruptError` if the state is not what was written; None once that is known
     check: Callable[[], None] | None = None
+    # where the thread says how that went, once the state is accepted
+    checked: SimpleQueue[Exception | None] = field(default_factory=SimpleQueue)
     # whether it can be used; if not, that is for the caller to say
     is_looked_at: bool = False
     # why there is no state
@@ -92,7 +93,6 @@ class Given:
 
     def misshapen(self) -> StorageError:
         """What is wrong with a page whose state cannot be used: a damaged one may have any shape."""
-        assert self.page is not None
         try:
             if self.check is not None:
                 self.check()
@@ -114,14 +114,20 @@ class Given:
 
 
 class SourceReader:
-    """One source of a fetch: the caller's side, and the thread that reads. Parameters as for `States`.
+    """One source of a fetch, and the thread that reads it. Parameters as for `States`.
 
     Attributes
     ----------
     fetcher, pages
         Of the source.
+    patience
+        Seconds after which the location hangs.
+    slots
+        One for each page, and one for what goes wrong after them.
     n_given
         How many states the caller has accepted.
+    is_left
+        Whether the caller waits no longer.
     """
 
     def __init__(self, source: Source, *, streamed: bool, along: bool, look: Look | None) -> None:
@@ -131,17 +137,14 @@ class SourceReader:
         self._streamed = streamed
         self._along = along
         self._look = look
-        self._patience = self.fetcher.breaker.patience(max(self.pages, key=lambda page: page.raw_bytes, default=None))
-        # set by the caller: what has come and is not accepted, and what was accepted last
+        self.patience = self.fetcher.breaker.patience(max(self.pages, key=lambda page: page.raw_bytes, default=None))
+        self.slots: list[SimpleQueue[Given]] = [SimpleQueue() for _ in range(len(self.pages) + 1)]
         self.n_given = 0
-        self._come: Given | None = None
-        self._last: Given | None = None
+        self.is_left = False
         self._done: Answer[None] | None = None
-        # used by both: one slot for each page, and one for what comes after them; an entry for each accepted state;
-        # whether the caller waits no longer; and what is read, to see how much of a page has arrived
-        self._slots: list[SimpleQueue[Given]] = [SimpleQueue() for _ in range(len(self.pages) + 1)]
+        # an entry for each accepted state
         self._accepted: SimpleQueue[bool] = SimpleQueue()
-        self._is_left = False
+        # what is read, to see how much of a page has arrived
         self._view: View | None = None
         # whether more is to be read
         self._goes_on = True
@@ -152,14 +155,10 @@ class SourceReader:
     # -- the caller ---------------------------------------------------------------------------------------------------
 
     @property
-    def next_page(self) -> Page:
-        """The page that is read, or was read last."""
-        return self.pages[min(self.n_given, len(self.pages) - 1)]
-
-    @property
-    def n_verified(self) -> int:
-        """How many of the accepted states are verified by now: all but the last one are, at least."""
-        return self.n_given - (self._last is not None and self._last.check is not None)
+    def arrived(self) -> float:
+        """Which share of the next page has arrived, if that is known."""
+        size = self.pages[self.n_given].stored_bytes
+        return min(self._view.arrived / size, 1.0) if self._view is not None and size else 0.0
 
     def start(self) -> None:
         """Have a thread read."""
@@ -167,39 +166,12 @@ class SourceReader:
             self._done = self.fetcher.threads.start(self._run)
         except RuntimeError as error:
             failed = UnavailableError(f"no thread can be started to read pages: {error}")
-            self._slots[0].put(Given(self.next_page, error=failed))
-
-    def answer(self, left: Callable[[float], float]) -> Given:
-        """What comes after the accepted states, which are verified then. Nothing comes after an error."""
-        if self._come is None:
-            self._come = self._in_time(left)
-        return self._come
+            self.slots[0].put(Given(self.pages[0], error=failed))
 
     def accept(self) -> None:
-        """Use what has come."""
-        self._last, self._come = self._come, None
+        """Use the next state."""
         self.n_given += 1
         self._accepted.put(True)
-
-    def _in_time(self, left: Callable[[float], float]) -> Given:
-        slot, page = self._slots[self.n_given], self.next_page
-        if self.fetcher.is_local:
-            # it can only hang
-            with suppress(Empty):
-                return slot.get(timeout=self._patience)
-            self.fetcher.breaker.hangs(page)
-            late = LateError("the location does not answer")
-        else:
-            with suppress(Empty):
-                return slot.get(timeout=_within(left(0.0)))
-            # what will be there soon is worth waiting for, once
-            arrived = self._view.arrived if self._view is not None else 0
-            if arrived and page.stored_bytes:
-                with suppress(Empty):
-                    return slot.get(timeout=_within(left(min(arrived / page.stored_bytes, 1.0))))
-            late = LateError(SLOWER)
-        self._is_left = True
-        return Given(page, error=late)
 
     def leave(self) -> None:
         """Have the thread end."""
@@ -208,9 +180,9 @@ class SourceReader:
 
     def end(self, *, is_left: bool) -> None:
         """Have the thread end, and wait for that unless the caller is in a hurry."""
-        self._is_left = self._is_left or is_left
+        self.is_left = self.is_left or is_left
         self.leave()
-        if self._done is not None and self._is_left:
+        if self._done is not None and self.is_left:
             self._done.leave()
         elif self._done is not None:
             self._done.get()
@@ -233,7 +205,7 @@ class SourceReader:
             if isinstance(error, StorageError):
                 # what is wrong with a page is given in its place: this is about the location
                 error = UnavailableError(str(error))
-            self._slots[self._n_read].put(Given(self.pages[-1], error=error))
+            self.slots[self._n_read].put(Given(self.pages[-1], error=error))
 
     def _serve(self, fetched: Iterator[tuple[Record, Buffer]], n_ahead: int) -> None:
         """Give the states, so many before the first of them is accepted."""
@@ -244,15 +216,13 @@ class SourceReader:
             while True:
                 while self._goes_on and self._n_read < len(self.pages) and len(given) < n_ahead:
                     given.append(self._read(fetched))
-                if not given:
-                    self._slots[self._n_read].put(Given(None))
                 if not self._accepted.get():
                     break
                 used.append(given.popleft())
                 self._finish(used[-1])
                 if self._streamed and len(used) > 1:
                     used.popleft().release()
-            if self._is_left:
+            if self.is_left:
                 for one in given:
                     # nobody else will look at it
                     if self._look is None or one.is_looked_at:
@@ -284,10 +254,9 @@ class SourceReader:
 
     def _give(self, number: int, one: Given, found: tuple[Record, Buffer] | None, seconds: float) -> None:
         """Verify and unpack what was read in so many seconds, if anything was, and give it to the caller."""
-        assert one.page is not None
         try:
             if found is not None:
-                self._unpack(one.page, one, *found, seconds)
+                self._unpack(one, *found, seconds)
             # The first ones are for the caller to look at, who may learn from them. The bytes that are compared are in
             # no processor's cache yet, so of the others that is done here, while the caller uses the one before.
             if one.state is not None and self._look is not None and self.n_given:
@@ -298,9 +267,10 @@ class SourceReader:
             one.state, one.error = None, _for_caller(error)
         if one.state is None:
             self._goes_on = False
-        self._slots[number].put(one)
+        self.slots[number].put(one)
 
-    def _unpack(self, page: Page, one: Given, record: Record, payload: Buffer, seconds: float) -> None:
+    def _unpack(self, one: Given, record: Record, payload: Buffer, seconds: float) -> None:
+        page = one.page
         if not is_same(page, record) or record.start != page.start:
             raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
         if (record.created, record.stored_bytes) != (page.created, page.stored_bytes):
@@ -331,16 +301,17 @@ class SourceReader:
     def _finish(self, one: Given) -> None:
         """Verify a state, if that is still to be done, and copy it for later."""
         one.settle()
-        if one.page is None or one.state is None:
+        if one.state is None:
             return
         if one.check is not None:
             try:
                 one.check()
-            except StorageError as error:
+            except BaseException as error:  # noqa: BLE001 - raised where the caller waits
                 self._goes_on = False
-                self._slots[self._n_read].put(Given(one.page, error=error))
+                one.checked.put(_for_caller(error))
                 return
             one.check = None
+            one.checked.put(None)
         if self._keep is not None and one.page.key not in self._in_memory:
             try:
                 self._keep(one.page, one.state)
@@ -438,8 +409,3 @@ def _for_caller(error: BaseException) -> Exception:
         translated = UnavailableError(f"a thread that reads pages was ended by {error!r}")
     translated.__cause__ = error
     return translated
-
-
-def _within(seconds: float) -> float:
-    # what has come already is used, however late it is
-    return min(max(seconds, 0.001), TIMEOUT_MAX)
