@@ -322,10 +322,10 @@ class SourceReader:
 
 # what is logged and counted of a page that cannot be used, by the first of these that its error is
 UNREADABLE = (
-    (CorruptError, "a damaged page will be deleted", "corrupt"),
-    (ShapeError, "a page was not used", "shape"),
-    (IncompatibleError, "a page that needs a newer version was not used", "incompatible"),
-    (StorageError, "a page cannot be read", "unavailable"),
+    (CorruptError, "a damaged page will be deleted", "unreadable:corrupt"),
+    (ShapeError, "a page was not used", "unreadable:shape"),
+    (IncompatibleError, "a page that needs a newer version was not used", "unreadable:incompatible"),
+    (StorageError, "a page cannot be read", "unreadable:unavailable"),
 )
 
 
@@ -391,11 +391,11 @@ class Fetcher(Part):
             log.info("a restore continues without the pages that have not arrived: %s", error)
             self._counters.count("late")
         else:
-            what, reason = next(said for kind, *said in UNREADABLE if isinstance(error, kind))
+            what, counted = next(said for kind, *said in UNREADABLE if isinstance(error, kind))
             log.warning("%s: %s", what, error)
             if not isinstance(error, UndecryptableError):  # that is counted where it is found
-                self._counters.count(f"unreadable:{reason}")
-            if reason == "corrupt":
+                self._counters.count(counted)
+            if isinstance(error, CorruptError):
                 self._catalog.mark_damaged(page)
 
 
