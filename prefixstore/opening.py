@@ -289,7 +289,7 @@ class OpenLocation:
             pending_snapshots=pending_snapshots,
             capacity_bytes=engine.budget.max_bytes,
             capacity_entries=engine.budget.max_entries,
-            peak_bytes=engine.upkeep.peak_bytes,
+            peak_bytes=engine.evictor.peak_bytes,
             kind=self.kind,
             sessions=engine.session_counts(),
             late=engine.late,

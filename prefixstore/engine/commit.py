@@ -26,7 +26,6 @@ from prefixstore.engine.pending import Deferred, DropReason, PendingPage, Use
 from prefixstore.engine.relatives import siblings_of
 from prefixstore.engine.saved_notes import SavedNotes, note_policy
 from prefixstore.engine.space import Evictor, Space
-from prefixstore.engine.upkeep import Upkeep
 from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
@@ -171,7 +170,7 @@ def _usage_of(new: PendingPage) -> Usage:
     page = new.page
     if new.usage is not None:
         return replace(new.usage, pinned=page.pinned)
-    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires, page.uses, page.page_class)
+    return replace(page.usage, hits=0)
 
 
 log = logging.getLogger("prefixstore")
@@ -200,7 +199,6 @@ class Committer(Part):
         shared: Shared,
         evictor: Evictor,
         deleter: Deleter,
-        upkeep: Upkeep,
         bookmarks: Bookmarks,
         notes: SavedNotes,
         encode: Encoder,
@@ -211,7 +209,6 @@ class Committer(Part):
         self._deleter = deleter
         self._evictor = evictor
         self._encode = encode
-        self._upkeep = upkeep
         self._bookmarks = bookmarks
         self._notes = notes
         self._housekeeping = housekeeping
@@ -350,9 +347,8 @@ class Committer(Part):
             self._bookmarks.write(transaction, fresh)
             if batch.written and self._housekeeping:
                 note_policy(transaction, catalog.policy.name)
-            self._evictor.used = used = transaction.used
+            self._evictor.saw(used := transaction.used)
             transaction.after_commit.append(committed)
-        self._upkeep.saw(used)
         self._choose_packing(used.bytes, _size(packed))
         self._count([new for new in packed if new.page.key in batch.put], n_damaged)
         return batch.written

@@ -138,12 +138,11 @@ class Engine:
         self.deleter = Deleter(shared, self.bookmarks)
         self.evictor = Evictor(shared)
         self._notes = SavedNotes(shared, self.evictor, self._models, notes_budget=self._housekeeping)
-        self.upkeep = Upkeep(shared, self.lookups, self.deleter)
+        self.upkeep = Upkeep(shared, self.lookups, self.deleter, self.evictor)
         self._committer = Committer(
             shared,
             self.evictor,
             self.deleter,
-            self.upkeep,
             self.bookmarks,
             self._notes,
             self._encode,

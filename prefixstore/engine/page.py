@@ -92,6 +92,12 @@ class Page:
         )
 
     @property
+    def usage(self) -> Usage:
+        """What changes of it, as it is stored."""
+        numbers = self.last_used, self.hits, self.pinned, self.priority, self.expires
+        return Usage(*numbers, self.uses, self.page_class)
+
+    @property
     def n_tokens(self) -> int:
         """Number of tokens in the page."""
         return len(self.tokens) // TOKEN_BYTES

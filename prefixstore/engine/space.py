@@ -25,7 +25,7 @@ from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.policy import Leaves, Ranks
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.namespace import salt_in
-from prefixstore.format.record import Usage, head_of, time_of_use
+from prefixstore.format.record import head_of, time_of_use
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 
@@ -47,8 +47,8 @@ class Evictor(Part):
 
     Attributes
     ----------
-    used
-        What the location held after the last transaction; None before the first.
+    used, peak_bytes
+        What this process has seen the location hold: last, None before the first time, and at most.
     n_evicted
         How many pages it has evicted, expired ones included.
     has_loaded
@@ -61,12 +61,17 @@ class Evictor(Part):
         super().__init__(shared)
         self.catalog, self.budget = shared.catalog, shared.budget
         self.used: Used | None = None
+        self.peak_bytes = 0
         self.n_evicted = 0
         # the latest evictions, each page once
         self._evicted: dict[bytes, Eviction] = {}
         # the pages that are to be kept, by their owners, and all of them
         self._kept_by: dict[str, Collection[bytes]] = {}
         self._kept: set[bytes] = set()
+
+    def saw(self, used: Used) -> None:
+        """Note how much the location holds."""
+        self.used, self.peak_bytes = used, max(self.peak_bytes, used.bytes)
 
     def load(self, transaction: Transaction) -> None:
         """Have the policy go on with what was learned, before the first eviction."""
@@ -156,11 +161,12 @@ class Evictor(Part):
             return
         try:
             with self._backend.view() as view:
-                self.used, least = view.used, _least_of(view).bytes
+                self.saw(used := view.used)
+                least = _least_of(view).bytes
         except StorageError:
             return  # the transaction finds out
-        if least <= most < self.used.bytes:
-            self.used = replace(self.used, bytes=self.shrink(most)[1])
+        if least <= most < used.bytes:
+            self.saw(replace(used, bytes=self.shrink(most)[1]))
 
     # -- what is evicted ----------------------------------------------------------------------------------------------
 
@@ -175,9 +181,8 @@ class Evictor(Part):
         """Whether a new page is worth more than a victim, by the policy."""
         page, head = new.page, head_of(new.record.pack())
         assert head is not None
-        leaf = Leaf.of(head, Usage(page.last_used, 0, False, page.priority, page.expires, page.uses, page.page_class))
         with self.catalog.lock:
-            return self.catalog.policy.admits(leaf, victim.leaf)
+            return self.catalog.policy.admits(Leaf.of(head, page.usage), victim.leaf)
 
     def evicted(self, victim: Victim, cause: Cause, now: int) -> None:
         """Count and remember that a victim was deleted, at this time in nanoseconds since the epoch."""

@@ -19,6 +19,7 @@ from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.relatives import pinned_with
+from prefixstore.engine.space import Evictor
 from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
@@ -39,39 +40,31 @@ class Upkeep(Part):
     ----------
     behind
         Gives the engine of the far one of two locations, where the same is done if it says so; None for one location.
-    peak_bytes
-        The largest size of the location that this process has seen, in bytes.
     """
 
     behind: Callable[[], Engine] | None = None
 
-    def __init__(self, shared: Shared, lookups: Lookups, deleter: Deleter) -> None:
+    def __init__(self, shared: Shared, lookups: Lookups, deleter: Deleter, evictor: Evictor) -> None:
         super().__init__(shared)
         self._lookups = lookups
         self._deleter = deleter
-        # what the location was seen to hold: last, and at most
-        self._last_used = Used(0, 0)
+        self._evictor = evictor
+        # the bytes of all payloads, when they were measured last
         self._sizes = (0, 0)
-        self.peak_bytes = 0
 
     # -- what it holds ------------------------------------------------------------------------------------------------
-
-    def saw(self, used: Used) -> None:
-        """Note how much the location holds."""
-        self._last_used = used
-        self.peak_bytes = max(self.peak_bytes, used.bytes)
 
     @handed_over
     def used(self) -> tuple[Used, int, int]:
         """The size of the location, and the bytes of all payloads as stored and as states."""
         with self._backend.view() as view:
-            self.saw(view.used)
+            self._evictor.saw(view.used)
             self._sizes = view.sizes
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
         """The last known `used`; does not query the location."""
-        return self._last_used, *self._sizes
+        return self._evictor.used or Used(0, 0), *self._sizes
 
     @handed_over
     def measure(self) -> bool:

@@ -209,7 +209,7 @@ METRICS: dict[str, Metric] = {
     ),
     "peak_bytes": _gauge(
         "The largest size of the location that this process has seen since the store was opened.",
-        lambda engine: engine.upkeep.peak_bytes,
+        lambda engine: engine.evictor.peak_bytes,
     ),
     "pages": _gauge("Pages in the location.", lambda engine: engine.upkeep.last_used()[0].entries),
     "budget_pages": _gauge(
