@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,72 +19,48 @@ from typer.core import TyperCommand, TyperGroup
 __all__ = ["app", "run"]
 
 FAILED = 1
-# the commands, by what they are for: the module of each, and the first sentence of its help, without loading it
+# the commands, by what they are for: the module of each, and its name
 COMMANDS = {
-    "Use": {
-        "init": ("init", "Write a file of settings for jobs, servers and commands."),
-        "warm": ("warm", "Compute prompts and store them, each shared prefix once."),
-        "serve": ("serve", "Serve a model over HTTP, with the prompts of STORE."),
-        "shim": ("shim", "Write a llama-server that runs behind the proxy, for programs that start one."),
-        "slots": ("slots", "Save the slots of a running llama-server as pages of a store, and restore them."),
-        "demo": ("measure", "Compute a prompt in one process and restore it in another."),
-    },
-    "Look": {
-        "stats": ("stats", "Show what a store holds, and how much it helps."),
-        "top": ("stats", "Watch how a store is used."),
-        "ls": ("listing", "List the namespaces: models, tenants, and the settings that differ."),
-        "tenants": ("listing", "List the tenants: what each has stored, and the name by which purge deletes it."),
-        "tree": ("tree", "Show the stored prefixes as a tree."),
-        "show": ("listing", "Show one page, and whether its bytes are intact."),
-        "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),
-        "report": ("tree", "Write a page that shows a store: its tree and its use."),
-    },
-    "Maintain": {
-        "doctor": ("diagnose", "Examine the installation and a store, and say what to change."),
-        "check": ("maintain", "Verify every invariant and every checksum of a store."),
-        "verify": ("maintain", "Compute stored sequences again and compare the results."),
-        "evict": ("maintain", "Evict pages until the store fits SIZE."),
-        "purge": ("maintain", "Delete pages and overwrite their bytes."),
-        "clear": ("maintain", "Delete all pages, of all tenants and models."),
-        "pin": ("maintain", "Keep a page from eviction."),
-        "unpin": ("maintain", "Undo pin."),
-        "key": ("key", "Make the keys of encrypted stores, and replace them."),
-        "compact": ("maintain", "Return the space of deleted pages to the file system."),
-        "bench": ("measure", "Measure a store on this machine."),
-        "trace": ("trace", "Replay the recorded requests to a store with other budgets and policies."),
-    },
-    "Move": {
-        "export": ("transfer", "Write pages into one portable file."),
-        "import": ("transfer", "Import the pages of a file into a store of any backend."),
-        "copy": ("transfer", "Copy pages into another store, of any backend."),
-        "migrate": ("maintain", "Create a SQL store, or bring its schema up to date."),
-    },
+    "Use": "init.init warm.warm serve.serve shim.shim slots.slots measure.demo",
+    "Look": "stats.stats stats.top listing.ls listing.tenants tree.tree listing.show diagnose.explain tree.report",
+    "Maintain": "diagnose.doctor maintain.check maintain.verify maintain.evict maintain.purge maintain.clear "
+    "maintain.pin maintain.unpin key.key maintain.compact measure.bench trace.trace",
+    "Move": "transfer.export transfer.import transfer.copy maintain.migrate",
 }
+# those that have commands of their own, in the module of that name
 GROUPS = {
-    "slots": {
-        "status": ("slots", "Show what the slots of a server hold."),
-        "save": ("slots", "Store the contents of slots that the store does not have yet."),
-        "restore": ("slots", "Give a slot the longest stored prefix of a prompt."),
-        "erase": ("slots", "Empty a slot of the server."),
-    },
-    "key": {
-        "new": ("key", "Make a file with a new key."),
-        "add": ("key", "Add a new key to a file of keys."),
-        "list": ("key", "List the ids of the keys in a file, in the order of their lines, the newest last."),
-        "rotate": ("key", "Encrypt everything in a store under the newest key."),
-        "forget": ("key", "Delete the key of a tenant from a file of keys."),
-    },
-    "trace": {
-        "replay": ("trace", "Replay a trace in the real engine, at one size, and show how much each policy finds."),
-        "simulate": ("trace", "Show the hit rate against the size of the store, and what twice the budget would gain."),
-    },
+    "slots": (
+        "Save the slots of a running llama-server as pages of a store, and restore them.",
+        "slots.status slots.save slots.restore slots.erase",
+    ),
+    "key": ("Make the keys of encrypted stores, and replace them.", "key.new key.add key.list key.rotate key.forget"),
+    "trace": (
+        "Replay the recorded requests to a store with other budgets and policies.",
+        "trace.replay trace.simulate",
+    ),
 }
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """The docstrings of the functions of a module here, without loading it."""
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text("utf-8"))
+    return {one.name: ast.get_docstring(one) or "" for one in tree.body if isinstance(one, ast.FunctionDef)}
+
+
+def _summary(name: str, module: str) -> str:
+    """The first sentence of the help of a command."""
+    if name in GROUPS:
+        return GROUPS[name][0]
+    texts = _docstrings(module)
+    first = texts.get(f"{name}_", texts.get(name, "")).partition("\n\n")[0]
+    return " ".join(first.split()).partition(". ")[0].removesuffix(".") + "."
 
 
 class _Commands(Mapping[str, Any]):
-    """Commands by name, loaded when they are looked up."""
+    """Commands by name, each with its module, loaded when they are looked up."""
 
-    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, places: Mapping[str, str]) -> None:
         self.places = places
 
     def __iter__(self) -> Iterator[str]:
@@ -91,10 +70,9 @@ class _Commands(Mapping[str, Any]):
         return len(self.places)
 
     def __getitem__(self, name: str) -> Any:
-        place, summary = self.places[name]
         if name in GROUPS:
-            return _Group(name=name, help=summary, rich_markup_mode=None, no_args_is_help=True)
-        module = import_module(f"prefixstore.cli.{place}")
+            return _Group(name=name, help=GROUPS[name][0], rich_markup_mode=None, no_args_is_help=True)
+        module = import_module(f"prefixstore.cli.{self.places[name]}")
         command = getattr(module, f"{name}_", None) or getattr(module, name)
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         ready = import_module("prefixstore.cli.command").ready(command)
@@ -107,23 +85,22 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._sections = {"Commands": GROUPS[str(self.name)]} if self.name in GROUPS else COMMANDS
-        self.commands: Any = _Commands(
-            {name: at for section in self._sections.values() for name, at in section.items()}
-        )
+        sections = {"Commands": GROUPS[str(self.name)][1]} if self.name in GROUPS else COMMANDS
+        self._sections = {heading: [one.split(".") for one in some.split()] for heading, some in sections.items()}
+        self.commands: Any = _Commands({name: module for some in self._sections.values() for module, name in some})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = self.commands.places.get(cmd_name)
-        return found and TyperCommand(cmd_name, short_help=found[1])
+        module = self.commands.places.get(cmd_name)
+        return module and TyperCommand(cmd_name, short_help=_summary(cmd_name, module))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
         return name, found and self.commands[found.name], rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading, section in self._sections.items():
+        for heading, some in self._sections.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
+                formatter.write_dl([(name, _summary(name, module)) for module, name in some])
 
 
 app = typer.Typer(

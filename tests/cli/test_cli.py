@@ -13,10 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 
 from prefixstore import PrefixStore
-from prefixstore.cli.app import GROUPS, app
 from prefixstore.format.record import checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
@@ -105,14 +103,6 @@ def test_the_package_and_the_help_load_little(code, ours):
     others = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names - {"prefixstore"}
     # typer, with what it needs
     assert others <= {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
-
-
-def test_the_lists_of_commands_have_the_first_sentence_of_the_help_of_each():
-    program = typer.main.get_command(app)
-    for group in (program, *(program.commands[name] for name in GROUPS)):
-        for name, command in group.commands.items():
-            first = " ".join(command.help.split("\n\n")[0].split())
-            assert first.startswith(group.get_command(None, name).short_help), name
 
 
 @pytest.mark.slow
