@@ -214,7 +214,9 @@ def warm(
 def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> list[int]:
     """For each prompt, how many of its tokens are neither stored nor shared with the prompt before it."""
     stored = (store.path(trie.tokens(i), llm).n_tokens for i in range(len(trie)))
-    return [max(0, trie.length(i) - max(trie.shared[i], n)) for i, n in enumerate(stored)]
+    # a shorter match is not restored
+    usable = (n if n >= store.min_tokens else 0 for n in stored)
+    return [max(0, trie.length(i) - max(trie.shared[i], n)) for i, n in enumerate(usable)]
 
 
 @dataclass

@@ -220,6 +220,16 @@ def test_what_is_missing_is_counted_and_nothing_is_computed_or_stored(llama, tmp
         assert estimate(llm, store, PROMPTS).missing_tokens == 0
 
 
+def test_matches_too_short_to_restore_are_counted_as_missing(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        warm(llm, store, [[5] * 10 + [6] * 30])
+        llm.reset()
+        expected = estimate(llm, store, [[5] * 10 + [7] * 30])
+        report = warm(llm, store, [[5] * 10 + [7] * 30])
+        assert expected.missing_tokens == report.missing_tokens == report.evaluated_tokens == 40
+
+
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
