@@ -56,7 +56,7 @@ def stats(location: str, *, max_bytes: str | None = None) -> Result:
         facts = read_facts(view)
         history, holdings, used = archive.history(), holdings_of(view, facts), view.used
         capacity = given if given is not None else history.max_bytes
-        numbers = _numbers(archive, history, holdings, used, facts[facts["is_readable"]])
+        numbers = _numbers(archive, history, holdings, used, facts)
         is_local = archive.backend.is_local
     if capacity is not None:
         numbers["capacity_bytes"] = capacity
@@ -91,6 +91,8 @@ def _numbers(
     archive: Archive, history: History, holdings: Sequence[Holding], used: Used, facts: Facts
 ) -> dict[str, Any]:
     total = in_all(holdings)
+    n_damaged = int((~facts["is_readable"]).sum())
+    facts = facts[facts["is_readable"]]
     is_expired = (facts["expires"] > 0) & (facts["expires"] <= time.time_ns()) & ~facts["pinned"]
     return {
         "location": archive.location,
@@ -98,7 +100,8 @@ def _numbers(
         # an archive has one of its own where no store has written yet
         "policy": archive.policy if history.max_bytes is not None else None,
         "used_bytes": used.bytes,
-        "pages": used.entries,
+        "pages": total.pages,
+        "damaged_pages": n_damaged,
         "tokens": total.tokens,
         "stored_bytes": total.stored_bytes,
         "raw_bytes": total.raw_bytes,
@@ -154,7 +157,7 @@ def _held(numbers: Mapping[str, Any]) -> Iterator[str]:
     yield f"{format_number(numbers['tokens'])} tokens"
     if numbers["stored_bytes"] < numbers["raw_bytes"]:
         yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
-    for what in ("pinned", "expired"):
+    for what in ("damaged", "pinned", "expired"):
         if n := numbers[f"{what}_pages"]:
             yield f"{format_number(n)} {what}"
     if numbers["policy"] is not None:

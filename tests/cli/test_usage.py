@@ -26,6 +26,7 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import read_facts
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
+from tests.support.newer import make_corrupt
 from tests.support.places import fill, space
 
 
@@ -97,6 +98,15 @@ def test_stats_of_a_store_that_no_one_has_asked(tmp_path, run):
     assert "no prompt has been looked up yet" in out
     assert "hit rate" not in out
     assert json.loads(run("stats", tmp_path / "kv", "--json")[1])["today"]["hit_rate"] is None
+
+
+def test_damaged_records_are_no_pages(tmp_path, run):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        _, (key,) = fill(archive.backend, space("ann"), [[1, 2, 3, 4], [5, 6, 7, 8]])
+        make_corrupt(archive.backend, key)
+    found = json.loads(run("stats", tmp_path / "kv", "--json")[1])
+    assert (found["pages"], found["damaged_pages"]) == (1, 1)
+    assert "in 1 pages, 4 tokens, 1 damaged" in " ".join(run("stats", tmp_path / "kv")[1].split())
 
 
 def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):
@@ -230,7 +240,7 @@ def test_what_has_no_tenant_is_shared_and_purged_by_its_namespace(tmp_path, run)
             fill(archive.backend, space(tenant), [[1, 2, 3, 4]])
     _, out, _ = run("tenants", tmp_path / "kv")
     assert "(shared)" in out
-    assert "1 tenant;" in out
+    assert f"1 tenant; prefixstore purge lmdb://{tmp_path / 'kv'} --salt TENANT deletes one" in out
     key = out.split("--namespace ")[1].split()[0]
     assert run("purge", tmp_path / "kv", "--namespace", key, "--yes")[0] == 0
     _, out, _ = run("tenants", tmp_path / "kv")
