@@ -110,7 +110,7 @@ def _location(
     text: str, budget: int | None, *, is_written: bool, is_nearer: bool
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds; None if it cannot be opened."""
-    found = [Finding("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
+    found = [_found("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
     path = _path(text)
     if path is not None:
         found.append(_file_system(path))
@@ -120,16 +120,16 @@ def _location(
                 found.append(_permissions(path, is_written=is_written, is_store=True))
             holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
             found.append(_stored(used, holdings))
-            found.append(Finding("encryption", archive.encryption))
+            found.append(_found("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
             found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
             found += [*_sampled(archive), *_use(history)]
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
-            return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
+            return [*found, _found("store", "cannot be opened", str(error))], None
         advice = "Check the path. If it is right, the first writer creates the store: prefixstore warm, or a server."
         # a new machine begins without one of its own
-        found.append(Finding("store", "none yet", Level.NOTE if is_nearer else Level.PROBLEM, advice))
+        found.append(_found("store", "none yet", "" if is_nearer else advice, advice))
         holdings = []
         found.append(_permissions(path, is_written=is_written, is_store=False))
         found += _budget(path, 0, budget or DEFAULT_BYTES)
@@ -191,7 +191,7 @@ def _versions() -> Finding:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
-    return Finding("versions", ", ".join(found))
+    return _found("versions", ", ".join(found))
 
 
 # -- the place --------------------------------------------------------------------------------------------------------
@@ -230,17 +230,15 @@ def _permissions(path: Path, *, is_written: bool, is_store: bool) -> Finding:
     """Who may use a store, or the directory where it would be created."""
     here = existing(path)
     rights = here.stat().st_mode
-    mode = f"{stat.filemode(rights)} {here}"
-    if is_written and not os.access(here, os.W_OK):
-        advice = "This user cannot write to it: servers of this user need read_only=True, or its owner."
-        return Finding("permissions", mode, Level.PROBLEM, advice)
     private = f"chmod {'700' if here.is_dir() else '600'} {here}"
-    if is_store and rights & stat.S_IRWXO:
-        return Finding("permissions", mode, Level.PROBLEM, f"Others can read the prompts in it; {private}")
-    if is_store and rights & stat.S_IRWXG:
-        advice = f"Its group can read the prompts in it. If that is not intended: {private}"
-        return Finding("permissions", mode, Level.NOTE, advice)
-    return Finding("permissions", mode)
+    problem = note = ""
+    if is_written and not os.access(here, os.W_OK):
+        problem = "This user cannot write to it: servers of this user need read_only=True, or its owner."
+    elif is_store and rights & stat.S_IRWXO:
+        problem = f"Others can read the prompts in it; {private}"
+    elif is_store and rights & stat.S_IRWXG:
+        note = f"Its group can read the prompts in it. If that is not intended: {private}"
+    return _found("permissions", f"{stat.filemode(rights)} {here}", problem, note)
 
 
 def _is_missing(path: Path) -> bool:
@@ -289,7 +287,7 @@ def mount_of(path: Path) -> tuple[str, str] | None:
 
 def _stored(used: int, holdings: Sequence[Holding]) -> Finding:
     pages = counted(sum(holding.pages for holding in holdings), "page")
-    return Finding("stored", f"{format_bytes(used)} in {pages} of {counted(len(holdings), 'namespace')}")
+    return _found("stored", f"{format_bytes(used)} in {pages} of {counted(len(holdings), 'namespace')}")
 
 
 def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
@@ -318,40 +316,34 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
     try:
         llm = config.open_llama()
     except PrefixStoreError as error:
-        yield Finding("model", str(config.path), Level.PROBLEM, str(error))
+        yield _found("model", str(config.path), str(error))
         return
     try:
         n_ctx = llm.n_ctx()
         if "n_ctx" not in config.model:
             advice = "Set n_ctx in [model]: llama-cpp-python takes 512 by default, and longer prompts fail."
-            yield Finding("context", f"{n_ctx:,} tokens", Level.PROBLEM, advice)
+            yield _found("context", f"{n_ctx:,} tokens", advice)
         with config.open_store(llm, location="memory:", read_only=False, ram_bytes=None) as store:
             namespace, kind = store.namespace, store.kind
     except PrefixStoreError as error:
-        yield Finding("settings", "cannot be compared", Level.PROBLEM, str(error))
+        yield _found("settings", "cannot be compared", str(error))
         return
     finally:
         llm.close()
+    stored = [one for one in holdings if one.namespace is not None and one.pages]
+    mine = next((one for one in stored if one.key == namespace.key), None)
+    differences = explain_settings(namespace, [one.namespace for one in stored if one.namespace is not None])
     if not kind.is_stored:
-        advice = "This model, or a context with these settings, cannot be stored."
-        yield Finding("settings", f"{kind}", Level.PROBLEM, advice)
-        return
-    mine = next((holding for holding in holdings if holding.key == namespace.key and holding.pages), None)
-    stored = [holding.namespace for holding in holdings if holding.namespace is not None and holding.pages]
-    differences = explain_settings(namespace, stored)
-    if mine is not None:
-        yield Finding("settings", f"{counted(mine.pages, 'page')} for them")
+        yield _found("settings", f"{kind}", "This model, or a context with these settings, cannot be stored.")
+    elif mine is not None:
+        yield _found("settings", f"{counted(mine.pages, 'page')} for them")
         needed = round(CONTEXTS * n_ctx * mine.raw_bytes / max(mine.tokens, 1))
         if needed > budget:
             advice = f"max_bytes holds less than {CONTEXTS} full contexts ({format_bytes(needed)}); raise it."
-            yield Finding("budget for this context", format_bytes(budget), Level.PROBLEM, advice)
+            yield _found("budget for this context", format_bytes(budget), advice)
     elif differences:
-        advice = (
-            f"The most similar pages are for other settings: {'; '.join(differences)}. Use the same "
-            f"settings everywhere."
-        )
-        yield Finding("settings", "no pages for them", Level.PROBLEM, advice)
+        similar = f"The most similar pages are for other settings: {'; '.join(differences)}."
+        yield _found("settings", "no pages for them", f"{similar} Use the same settings everywhere.")
     else:
-        yield Finding(
-            "settings", "nothing is stored yet", Level.NOTE, "prefixstore warm, or the first requests, fill it."
-        )
+        advice = "prefixstore warm, or the first requests, fill it."
+        yield _found("settings", "nothing is stored yet", note=advice)
