@@ -265,17 +265,14 @@ class Sessions:
         """As the store's `restore`: it records how the prompt is served."""
         return self._store.restore(tokens, self.hook.llm)
 
-    def capture(self) -> None:
-        """Have all pages of the context written; what fails costs pages."""
-        with self.hook.guard():
-            # a location that fails must not keep others waiting
-            self.hook.capture(wait=not self._engine.is_failing)
-
     def _captured(self, session: Session) -> Tokens | None:
         """Have all pages of the context written; the tokens that they hold. None if they are not known."""
         if not self.hook.is_attached:
             return None
-        self.capture()
+        # what fails costs pages
+        with self.hook.guard():
+            # a location that fails must not keep others waiting
+            self.hook.capture(wait=not self._engine.is_failing)
         # the Llama may be closed
         with self.hook.guard(), suppress(ContextError):
             return session.known()

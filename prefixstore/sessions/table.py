@@ -133,8 +133,9 @@ class Table:
     def evict(self, name: str | None = None) -> int:
         """Forget a session, by default all that are idle, saved ones too; how many there were."""
         with self.lock:
-            if name is not None:
-                self._check_idle(self.entries.get(name), "evict")
+            entry = self.entries.get(name or "")
+            if entry is not None and self._is_leased(entry):
+                raise BusyError(f"session {name!r} has the Llama; evict it after its block")
             gone = [each for each in self.entries.values() if name in (None, each.name) and not self._is_leased(each)]
             for each in gone:
                 del self.entries[each.name]
@@ -147,10 +148,6 @@ class Table:
                 self._engine.captures.set_bookmark(self._namespace, each_name, Unset())
         return len(saved | {each.name for each in gone})
 
-    def _check_idle(self, entry: Entry | None, what: str) -> None:
-        if entry is not None and self._is_leased(entry):
-            raise BusyError(f"session {entry.name!r} has the Llama; {what} it after its block")
-
     # -- what is saved ------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
@@ -161,7 +158,7 @@ class Table:
             held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
             empty = {name: each.set_at for name, each in self.entries.items() if name not in held}
         # another process may have left one after it was discarded here
-        hidden = empty.keys() - _newer(empty, saved).keys()
+        hidden = {name for name in whole if saved[name].set_at <= empty.get(name, -1)}
         return sorted(held | (set(whole) - hidden))
 
     def look_up(self, name: str) -> None:
@@ -233,11 +230,6 @@ class Table:
         rest = tokens[len(full_pages) * self._hook.page_tokens :].tobytes()
         forms = (PAGE, SNAPSHOT) if self._hook.kind.has_snapshots else (PAGE,)
         return (*full_pages, *(page_key(parent, rest, form) for form in forms if rest or form == SNAPSHOT))
-
-
-def _newer(set_at: Mapping[str, int], saved: Mapping[str, Bookmark]) -> dict[str, Bookmark]:
-    """Those of these sessions that were saved after these times."""
-    return {name: saved[name] for name, before in set_at.items() if name in saved and saved[name].set_at > before}
 
 
 def _now(before: int) -> int:
