@@ -58,8 +58,6 @@ UNUSUAL = {
 }
 # what a summary says of them if they are true
 TRUE = {"interrupted": "yes; run it again for the rest", "full": "the store is full"}
-# what a dry run does not do
-DONE_ONLY = ("evaluated_tokens", "stored_bytes", "seconds", "unstored", "interrupted", "full")
 # How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
@@ -173,12 +171,12 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         report = replace(report, interrupted=report.interrupted or is_cut)
     if not report.prompts and not report.problems and not is_cut:
         say(f"note: there are no prompts in {', '.join(sources)}")
-    _print_listed([*map(str, report.problems)], more="more problem")
+    found = _told(location, f"{n_ctx:,} ({ready.reason})", vars(report))
     _print_unstored(report, dropped)
     code = FAILED if report.problems or report.unstored else DONE
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(asdict(report))},
+        found,
         SIGNALLED + caught[0] if report.interrupted else code,
     )
 
@@ -190,12 +188,11 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts)
     ready.llm.close()
-    _print_listed([*map(str, expected.problems)], more="more problem")
-    facts = {name: value for name, value in asdict(expected).items() if name not in DONE_ONLY}
     return Result(
-        {"location": location, "n_ctx": n_ctx, **facts, "dry_run": True},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(facts)},
-        FAILED if expected.problems else DONE,
+        {"location": location, "n_ctx": n_ctx, **expected, "problems": [*map(asdict, expected["problems"])]}
+        | {"dry_run": True},
+        _told(location, f"{n_ctx:,} ({ready.reason})", expected),
+        FAILED if expected["problems"] else DONE,
     )
 
 
@@ -339,9 +336,10 @@ def _print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:
         )
 
 
-def _rows_of(found: Mapping[str, Any]) -> dict[str, object]:
-    """The result of a job, or what a dry run found, for the summary: without what did not happen."""
-    rows: dict[str, object] = {}
+def _told(location: str, n_ctx: str, found: Mapping[str, Any]) -> dict[str, object]:
+    """The summary of a job, or of what a dry run found, without what did not happen. Problems are printed."""
+    _print_listed([*map(str, found["problems"])], more="more problem")
+    rows: dict[str, object] = {"location": location, "n_ctx": n_ctx}
     for name, value in found.items():
         n = len(value) if isinstance(value, tuple) else value
         if n or name not in UNUSUAL:

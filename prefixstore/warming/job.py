@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.engine.page import Path
 from prefixstore.engine.pending import DropReason
@@ -193,22 +193,35 @@ def warm(
         job.run()
         after = [] if job.interrupted else missing_tokens(store, trie, llm)
         return WarmReport(
-            prompts=trie.prompts,
-            prompt_tokens=trie.prompt_tokens,
-            unique_tokens=trie.unique_tokens,
-            missing_tokens=job.progress.missing_tokens,
+            **_facts(trie, job.progress.missing_tokens, problems),
             evaluated_tokens=job.progress.evaluated_tokens,
             stored_bytes=job.progress.stored_bytes,
             seconds=time.perf_counter() - started,
-            short=trie.short,
             unstored=tuple(trie.where(i) for i, n_tokens in enumerate(after) if n_tokens),
-            problems=tuple(problems),
             interrupted=job.interrupted,
             full=job.is_full,
         )
     finally:
         if not was_attached:
             store.detach(llm)
+
+
+def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> dict[str, Any]:
+    """What `warm` would find with the same arguments, by the names in its report. The store is attached."""
+    problems: list[Problem] = []
+    trie = PromptTrie(tokenized(llm, prompts, problems), store.min_tokens)
+    return _facts(trie, sum(missing_tokens(store, trie, llm)), problems)
+
+
+def _facts(trie: PromptTrie, n_missing: int, problems: Sequence[Problem]) -> dict[str, Any]:
+    return {
+        "prompts": trie.prompts,
+        "prompt_tokens": trie.prompt_tokens,
+        "unique_tokens": trie.unique_tokens,
+        "missing_tokens": n_missing,
+        "short": trie.short,
+        "problems": tuple(problems),
+    }
 
 
 def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> list[int]:
@@ -349,23 +362,3 @@ class Job:
             stored = max(0, self.store.engine.upkeep.used()[1] - self._bytes_before)
         self.progress = replace(known, done_tokens=done, stored_bytes=stored, seconds=now - self._started)
         self.show(self.progress)
-
-
-# -- what is missing --------------------------------------------------------------------------------------------------
-
-
-def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> WarmReport:
-    """What `prefixstore.warm` would find with the same arguments, without what it does. The store is attached."""
-    problems: list[Problem] = []
-    trie = PromptTrie(tokenized(llm, prompts, problems), store.min_tokens)
-    return WarmReport(
-        trie.prompts,
-        trie.prompt_tokens,
-        trie.unique_tokens,
-        sum(missing_tokens(store, trie, llm)),
-        evaluated_tokens=0,
-        stored_bytes=0,
-        seconds=0.0,
-        short=trie.short,
-        problems=tuple(problems),
-    )

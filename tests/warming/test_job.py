@@ -214,10 +214,10 @@ def test_what_is_missing_is_counted_and_nothing_is_computed_or_stored(llama, tmp
         after = store.stats()
         assert (after.entries, after.tokens_computed) == (before.entries, before.tokens_computed)
         report = warm(llm, store, PROMPTS)
-        assert 0 < expected.missing_tokens == report.evaluated_tokens
-        assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
-        assert len(expected.problems) == 1
-        assert estimate(llm, store, PROMPTS).missing_tokens == 0
+        assert 0 < expected["missing_tokens"] == report.evaluated_tokens
+        assert (expected["prompts"], expected["unique_tokens"]) == (report.prompts, report.unique_tokens)
+        assert len(expected["problems"]) == 1
+        assert estimate(llm, store, PROMPTS)["missing_tokens"] == 0
 
 
 def test_matches_too_short_to_restore_are_counted_as_missing(llama, tmp_path):
@@ -227,7 +227,7 @@ def test_matches_too_short_to_restore_are_counted_as_missing(llama, tmp_path):
         llm.reset()
         expected = estimate(llm, store, [[5] * 10 + [7] * 30])
         report = warm(llm, store, [[5] * 10 + [7] * 30])
-        assert expected.missing_tokens == report.missing_tokens == report.evaluated_tokens == 40
+        assert expected["missing_tokens"] == report.missing_tokens == report.evaluated_tokens == 40
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------
