@@ -1,4 +1,4 @@
-"""Block hit rates of all policies on a trace in the mooncake format; of ours, ``prefixstore trace replay`` shows them.
+"""Block hit rates of all policies on a trace in the mooncake format; of ours, ``prefixstore trace simulate`` has them.
 
 The policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
 entries. The others, and Belady, which knows the future, are simulated (`benchmarks.rivals` has those that evict leaves

@@ -181,7 +181,7 @@ class PrefixStore(AttachedStore):
         block_tokens: int = 32,
         text: bool = False,
     ) -> Recorder:
-        """Record the requests to the store from now on, for ``prefixstore trace replay`` and ``simulate``.
+        """Record the requests to the store from now on, for ``prefixstore trace simulate``.
 
         Hashes and lengths are recorded; text only on request. A store is recorded to one file at a time.
         With the environment variable ``PREFIXSTORE_TRACE=FILE`` every store of a process is recorded.

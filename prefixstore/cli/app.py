@@ -34,10 +34,7 @@ GROUPS = {
         "slots.status slots.save slots.restore slots.erase",
     ),
     "key": ("Make the keys of encrypted stores, and replace them.", "key.new key.add key.list key.rotate key.forget"),
-    "trace": (
-        "Replay the recorded requests to a store with other budgets and policies.",
-        "trace.replay trace.simulate",
-    ),
+    "trace": ("Replay the recorded requests to a store with other budgets and policies.", "trace.simulate"),
 }
 
 

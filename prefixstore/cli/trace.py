@@ -1,9 +1,8 @@
-"""``prefixstore trace``: replay what a store was asked with other budgets and policies."""
+"""``prefixstore trace``: what a store was asked, with other budgets and policies."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -13,52 +12,13 @@ from prefixstore.cli.output import fields, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.traces.read import Trace, read_trace
-from prefixstore.traces.replay import BELADY, Curve, Replayed, pages_in, replay, simulate
+from prefixstore.traces.replay import BELADY, Curve, pages_in, simulate
 from prefixstore.units import counted, format_bytes, format_share
 
-__all__ = ["replay_", "simulate_"]
+__all__ = ["simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
-
-
-def replay_(
-    file: Path,
-    *,
-    policy: list[str] | None = None,
-    max_bytes: str | None = None,
-    pages: int | None = None,
-    requests: int | None = None,
-) -> Result:
-    """Replay a trace in the real engine, at one size, and show how much each policy finds.
-
-    The defaults are the recorded budget and policy. The budget counts pages of the mean recorded size.
-
-    Example: prefixstore trace replay trace.jsonl --policy lru --policy adaptive --max-bytes 40GiB
-    """
-    read = read_trace(file, requests)
-    size = pages or pages_in(read, options.max_bytes_of(max_bytes))
-    if size is None:
-        raise InvalidParameterError("the trace does not say how large pages are; pass --pages N")
-    recorded = str(read.about.get("policy"))
-    names = _policies(policy, (recorded,) if recorded in POLICIES else DEFAULTS)
-    found = {name: replay(read, name, size) for name in names}
-    live = _live(read)
-
-    def show() -> None:
-        _about(read, file, size)
-        ones = replayed if live is None else {"recorded": live} | replayed
-        table(
-            ["policy", "requests that hit>", _unit(read) + " found>", "of all>"],
-            (
-                [name, f"{one['hits']:,}", f"{one['hit_tokens']:,}", format_share(one["rate"], 1)]
-                for name, one in ones.items()
-            ),
-        )
-
-    replayed = {name: _json(one) for name, one in found.items()}
-    data = {"trace": str(file), "pages": size, "skipped_lines": read.skipped, "recorded": live, "replayed": replayed}
-    return Result(data, show)
 
 
 def simulate_(
@@ -72,19 +32,21 @@ def simulate_(
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
     Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are shares of all that was
-    asked, and once and twice the budget, that is --max-bytes, --pages, or the recorded one.
+    asked, and once and twice the budget, that is --max-bytes, --pages, or the recorded one. The rate of the store that
+    was recorded is shown too.
 
     Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB
     """
     read = read_trace(file, requests)
     budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
-    names = _policies(policy, DEFAULTS)
+    names = _policies(policy)
     # it is shown on a terminal only, and removed at the end
     with Console(stderr=True).status(f"replaying {counted(len(read.requests), 'request')} at several sizes"):
         found = simulate(read, names, budget)
     data = {
         "trace": str(file),
         "skipped_lines": read.skipped,
+        "recorded_rate": _recorded(read),
         "pages": list(found.sizes),
         "bytes": [found.bytes_of(size) for size in found.sizes],
         "budget_pages": found.budget,
@@ -120,11 +82,11 @@ def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
     tell(f"{name}: {what} {more if found.gain(name) > 0 else 'no more'}")
 
 
-def _policies(given: list[str] | None, default: tuple[str, ...]) -> list[str]:
-    names = list(dict.fromkeys(given or default))
+def _policies(given: list[str] | None) -> list[str]:
+    names = list(dict.fromkeys(given or DEFAULTS))
     if unknown := [name for name in names if name not in POLICIES and name != BELADY]:
         raise InvalidParameterError(f"--policy {unknown[0]} is unknown; known are {', '.join(POLICIES)}")
-    return [name for name in names if name != BELADY] or list(default)
+    return [name for name in names if name != BELADY] or list(DEFAULTS)
 
 
 def _unit(read: Trace) -> str:
@@ -139,17 +101,12 @@ def _about(read: Trace, file: Path, size: int) -> None:
         "different pages": f"{read.pages:,}",
         "budget": f"{counted(size, 'page')}{n_bytes}",
     }
+    if read.is_ours:
+        about["recorded"] = f"{format_share(_recorded(read), 1)} of the tokens found"
     fields(about | ({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}))
 
 
-def _live(read: Trace) -> dict[str, Any] | None:
-    """What the recorded store itself found."""
-    if not read.is_ours:
-        return None
-    requests = read.requests
-    hits = [event.hit_tokens or 0 for event in requests]
-    return _json(Replayed(len(requests), sum(n > 0 for n in hits), sum(e.n_tokens for e in requests), sum(hits)))
-
-
-def _json(found: Replayed) -> dict[str, Any]:
-    return found._asdict() | {"rate": round(found.rate, 4)}
+def _recorded(read: Trace) -> float | None:
+    """How much of the tokens the recorded store itself found; None if that is not known."""
+    n_tokens = sum(event.n_tokens for event in read.requests)
+    return sum(event.hit_tokens or 0 for event in read.requests) / max(n_tokens, 1) if read.is_ours else None

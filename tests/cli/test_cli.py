@@ -29,7 +29,7 @@ COMMANDS = (
     *("shim", "tenants"),
 )
 OF_SLOTS = ("slots status", "slots save", "slots restore", "slots erase")
-OF_TRACE = ("trace replay", "trace simulate")
+OF_TRACE = ("trace simulate",)
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
 

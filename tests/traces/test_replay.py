@@ -139,16 +139,9 @@ def test_more_room_finds_more_and_belady_most(trace):
 
 
 @pytest.mark.slow
-def test_replay_and_simulate_print_tables_and_json(trace, run):
-    code, out, err = run("replay", trace, "--pages", 20)
+def test_simulate_prints_a_table_and_json(trace, run):
+    code, out, err = run("simulate", trace, "--pages", 20)
     assert (code, err) == (0, "")
-    assert "adaptive" in out
-    assert "lru" in out
-    code, out, _ = run("replay", trace, "--pages", 20, "--policy", "lfu", "--requests", 50, "--json")
-    found = json.loads(out)
-    assert (code, list(found["replayed"]), found["replayed"]["lfu"]["requests"]) == (0, ["lfu"], 50)
-    code, out, _ = run("simulate", trace, "--pages", 20)
-    assert code == 0
     assert "adaptive: twice the budget (40 pages) finds" in out
     assert "belady" in out
     code, out, _ = run("simulate", trace, "--pages", 10**6)
@@ -164,9 +157,8 @@ def test_replay_and_simulate_print_tables_and_json(trace, run):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["replay", "{trace}"], "pass --pages N"),
-        (["replay", "none"], "trace 'none' cannot be read: No such file or directory\n"),
-        (["replay", __file__], "has no requests"),
+        (["simulate", "none"], "trace 'none' cannot be read: No such file or directory\n"),
+        (["simulate", __file__], "has no requests"),
         (["simulate", "{trace}", "--policy", "clock"], "--policy clock is unknown"),
     ],
 )
@@ -192,9 +184,8 @@ def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, val
 )
 def test_a_header_with_values_that_are_none_does_no_harm(tmp_path, run, about):
     ours(tmp_path / "t", [request(["a"], 5, namespace="\ud800"), stored(["a"], 4)], **about)
-    for command in (["replay", "--pages", 3], ["simulate"]):
-        code, out, _ = run(command[0], tmp_path / "t", *command[1:], "--json")
-        assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
+    code, out, _ = run("simulate", tmp_path / "t", "--json")
+    assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
 
 
 @pytest.mark.slow
@@ -215,16 +206,14 @@ def test_what_a_program_asks_is_recorded_and_found_by_a_replay(models, tmp_path,
     environment = os.environ | {"PREFIXSTORE_TRACE": str(out), "PREFIXSTORE_TRACE_TEXT": "1"}
     subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stderr=subprocess.DEVNULL, env=environment)
     assert out.stat().st_mode & 0o777 == 0o600
-    found = json.loads(run("replay", out, "--json")[1])
-    assert found["pages"] == 50
-    assert (found["recorded"]["requests"], found["skipped_lines"]) == (3, 0)
+    found = json.loads(run("simulate", out, "--json")[1])
+    assert (found["budget_pages"], found["skipped_lines"]) == (50, 0)
     # 101 tokens, of which the last is computed
-    assert found["recorded"]["hit_tokens"] in (96, 100)
-    assert found["replayed"]["adaptive"]["hit_tokens"] == 96
-    code, text, _ = run("replay", out)
+    assert found["recorded_rate"] * 303 in (pytest.approx(96), pytest.approx(100))
+    assert found["rates"]["adaptive"][found["pages"].index(50)] == round(96 / 303, 4)
+    code, text, _ = run("simulate", out)
     assert code == 0
-    assert "recorded" in text
-    assert "tokens found" in text
+    assert "of the tokens found" in text
 
 
 def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
