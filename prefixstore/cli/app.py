@@ -31,7 +31,7 @@ COMMANDS = {
 GROUPS = {
     "slots": (
         "Save the slots of a running llama-server as pages of a store, and restore them.",
-        "slots.status slots.save slots.restore slots.erase",
+        "slots.save slots.restore",
     ),
     "key": ("Make the keys of encrypted stores, and replace them.", "key.new key.add key.list key.rotate key.forget"),
     "trace": ("Replay the recorded requests to a store with other budgets and policies.", "trace.simulate"),

@@ -12,44 +12,16 @@ from typing import TYPE_CHECKING, Any
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import chat_in, text_in
-from prefixstore.cli.output import DONE, FAILED, fields, listed, say
+from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.units import counted, format_bytes, format_share
+from prefixstore.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
     from prefixstore.server.slots import SlotStore
 
-__all__ = ["erase", "restore", "save", "status"]
-
-COLUMNS = {"slot>": "id", "state": "state", "tokens>": "n_tokens", "context>": "n_ctx", "used>": "used"}
-
-
-def status(
-    *,
-    server: str,
-    api_key: str | None = None,
-    timeout: float = 10.0,
-) -> Result:
-    """Show what the slots of a server hold.
-
-    Example: prefixstore slots status --server http://127.0.0.1:8080
-    """
-    with _client(server, api_key, timeout) as client:
-        props, found = client.props(), client.slots()
-    data = {
-        "build": props.build,
-        "model": props.model_path,
-        "is_sleeping": props.is_sleeping,
-        "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
-    }
-
-    def show() -> None:
-        fields({"model": props.model_path, "llama.cpp": props.build})
-        listed(COLUMNS, (asdict(slot) | {"used": format_share(slot.capacity)} for slot in found))
-
-    return Result(data, show)
+__all__ = ["restore", "save"]
 
 
 def save(
@@ -129,17 +101,6 @@ def restore(
         restored = opened.restore(slot, client.tokenize(text), salt=salt)
     text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
     return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
-
-
-def erase(*, server: str, slot: int, api_key: str | None = None, timeout: float = 10.0) -> Result:
-    """Empty a slot of the server. The store keeps what it has.
-
-    Example: prefixstore slots erase --server http://127.0.0.1:8080 --slot 0
-    """
-    with _client(server, api_key, timeout) as client:
-        client.slot(slot)
-        n_tokens = client.erase(slot).n_tokens
-    return Result({"slot": slot, "tokens": n_tokens}, partial(say, f"slot {slot}: {n_tokens} tokens erased"))
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:

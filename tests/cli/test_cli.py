@@ -28,7 +28,7 @@ COMMANDS = (
     *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
     *("shim", "tenants"),
 )
-OF_SLOTS = ("slots status", "slots save", "slots restore", "slots erase")
+OF_SLOTS = ("slots save", "slots restore")
 OF_TRACE = ("trace simulate",)
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
