@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 from prefixstore.cli.command import Result
-from prefixstore.cli.model import configured, has_model, open_model
-from prefixstore.cli.output import DONE, FAILED, fields, say, table, tell
+from prefixstore.cli.output import DONE, FAILED, say, table, tell
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.bench import Timed, break_even, measure_break_even, measure_rates
+from prefixstore.maintenance.bench import measure_rates
 from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes
 
 __all__ = ["bench", "demo"]
 
-# what a measurement may add to a store on top of its size, so that nothing is evicted for it
-SPARE_BYTES = 4 << 30
 
-
-def bench(
-    location: str,
-    *,
-    model: Path | None = None,
-    config: Path | None = None,
-    n_ctx: int | None = None,
-    tokens: int = 2048,
-) -> Result:
+def bench(location: str) -> Result:
     """Measure a store on this machine.
 
-    With a model, the prompt length from which restoring beats computing is measured too. Writes up to 64 MiB
-    (and, with a model, a few prompts' states), then deletes it.
+    Writes up to 64 MiB, then deletes it. Whether restoring beats computing here is said by doctor, from pages that were
+    computed here.
 
-    Example: prefixstore bench lmdb:///var/cache/kv --model m.gguf
+    Example: prefixstore bench lmdb:///var/cache/kv
     """
-    prompts: list[Timed] | None = None
     with Archive(location) as archive:
         where, (read, written) = archive.location, measure_rates(archive)
-        if has_model(config, model):
-            settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
-            llm = open_model(settings)
-            with settings.open_store(llm, max_bytes=archive.used().bytes + SPARE_BYTES, policy=archive.policy) as store:
-                prompts = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
-            llm.close()
-    data: dict[str, object] = {"location": where, "read_bytes_per_second": read, "written_bytes_per_second": written}
-    if prompts is not None:
-        data |= {"prompts": [one._asdict() for one in prompts], "break_even_tokens": break_even(prompts)}
-
-    def show() -> None:
-        fields({"location": where, "read and decoded": _rate(read), "written durably": _rate(written)})
-        if prompts is not None:
-            rows = ([f"{n:,}", f"{cold:.4f} s", f"{warm:.4f} s", f"{cold / warm:.1f}"] for n, cold, warm in prompts)
-            table(["tokens>", "computed>", "restored>", "times faster>"], rows)
-            found = break_even(prompts)
-            even = f"from {found:,} tokens on" if found is not None else "at none of these lengths"
-            tell(f"restoring beats computing {even}")
-
-    return Result(data, show)
+    return Result(
+        {"location": where, "read_bytes_per_second": read, "written_bytes_per_second": written},
+        {"location": where, "read and decoded": _rate(read), "written durably": _rate(written)},
+    )
 
 
 def _rate(rate: float | None) -> str:

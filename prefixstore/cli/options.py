@@ -125,7 +125,6 @@ HELP = {
     "to": ("SIZE", "Size to shrink the store to, such as 10GiB; with --max-bytes also 80%."),
     "evict.policy": ("NAME", f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own."),
     "scrub": ("", "Overwrite the deleted bytes."),
-    "bench.tokens": ("N", "Length of the longest prompt, with a model."),
     "trace.file": ("TRACE", "JSON lines with hash_ids, plain or gzip."),
     "trace.policy": ("NAME", f"One of {', '.join(POLICIES)}; can be repeated."),
     "pages": ("N", "The budget in pages."),
@@ -152,7 +151,6 @@ NAMES = {
 MORE: dict[str, dict[str, Any]] = {
     "admin_key": {"envvar": "PREFIXSTORE_ADMIN_KEY"},
     "config": {"envvar": CONFIG_VARIABLE},
-    "bench.tokens": {"min": 32},
     "bound": {"min": 0.0},
     "port": {"min": 0, "max": 65535},
     "max_waiting": {"min": 0},

@@ -1,13 +1,9 @@
-"""Measures how fast a location is, and from which length on restoring a prompt is faster than computing it."""
+"""Measures how fast a location is."""
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Sequence
-from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,12 +13,8 @@ from prefixstore.format.keys import page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
-from prefixstore.store import PrefixStore
 
-if TYPE_CHECKING:
-    from llama_cpp import Llama
-
-__all__ = ["Timed", "break_even", "measure_break_even", "measure_rates"]
+__all__ = ["measure_rates"]
 
 # size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
@@ -85,52 +77,3 @@ def _read(archive: Archive) -> float | None:
             except StorageError:
                 continue
     return size / (time.perf_counter() - started) if size else None
-
-
-class Timed(NamedTuple):
-    """A prompt of so many tokens, and the seconds to compute it and to restore it; the names are those of JSON."""
-
-    tokens: int
-    computed: float
-    restored: float
-
-
-def break_even(prompts: Sequence[Timed]) -> int | None:
-    """The shortest of some prompts from which on restoring is faster; None if the longest is faster to compute."""
-    faster = list(takewhile(lambda one: one.restored < one.computed, reversed(prompts)))
-    return faster[-1].tokens if faster else None
-
-
-def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> list[Timed]:
-    """Compute and restore prompts of increasing length, and delete what was stored for this.
-
-    The context of the model is overwritten. The store is attached to it, with a salt of its own: its namespace is
-    deleted at the end. The archive is on the same location; the longest prompt has `longest` tokens.
-    """
-    # what is measured is no use of the location: it must not be in its figures, nor the limit of this store
-    store.engine.counters.collected = frozenset()
-    lengths = [n for n in (2**i for i in range(5, 20)) if n < longest] + [longest]
-    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-    prompts = [rng.integers(llm.n_vocab() // 4, llm.n_vocab() // 2, n).tolist() for n in lengths]
-    computed, restored = [], []
-    try:
-        llm.eval(prompts[0])  # the first evaluation of a context is slow
-        for tokens in prompts:
-            llm.reset()
-            started = time.perf_counter()
-            llm.eval(tokens)
-            computed.append(time.perf_counter() - started)
-            store.capture()
-        store.flush()
-        for tokens in prompts:
-            llm.reset()
-            started = time.perf_counter()
-            live = store.restore(tokens, always=True)
-            llm.eval(tokens[live:])
-            restored.append(time.perf_counter() - started)
-    finally:
-        namespace = store.namespace
-        store.detach()
-        store.flush()
-        _forget(archive, namespace)
-    return [Timed(*one) for one in zip(lengths, computed, restored, strict=True)]
