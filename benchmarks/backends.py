@@ -16,20 +16,14 @@ from prefixstore import PrefixStore
 N_TOKENS = 4096
 ROUNDS = 11
 CAPTURES = 3
-GOALS = {"SQLite": 0.5, "RAM tier over LMDB": 1.0}
+GOALS = {"SQLite": 0.5}
 
 
-def locations(directory: Path, stack: ExitStack) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Locations by name, with options; PostgreSQL if it is installed."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {
-        "LMDB": (f"lmdb://{directory}/kv", {}),
-        "memory": ("memory:", {}),
-        "SQLite": (f"sqlite:///{directory}/kv.db", {}),
-        "RAM tier over LMDB": (f"lmdb://{directory}/tiered", {"ram_bytes": "1GiB"}),
-        "RAM tier over SQLite": (f"sqlite:///{directory}/tiered.db", {"ram_bytes": "1GiB"}),
-    }
+def locations(directory: Path, stack: ExitStack) -> dict[str, str]:
+    """Locations by name; PostgreSQL if it is installed."""
+    found = {"LMDB": f"lmdb://{directory}/kv", "memory": "memory:", "SQLite": f"sqlite:///{directory}/kv.db"}
     for place in postgresql(stack).values():
-        found["PostgreSQL"] = (place.url, {})
+        found["PostgreSQL"] = place.url
     return found
 
 
@@ -39,8 +33,8 @@ def run() -> dict[str, Any]:
     captures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         stores: dict[str, PrefixStore] = {}
-        for name, (location, options) in locations(Path(root), stack).items():
-            store = PrefixStore(location, namespace=name, codec="raw", queue_bytes="1GiB", **options)
+        for name, location in locations(Path(root), stack).items():
+            store = PrefixStore(location, namespace=name, codec="raw", queue_bytes="1GiB")
             stores[name] = stack.enter_context(store)
         llm.eval(tokens[:N_TOKENS])
         # including what the write queue does: pack, write, flush

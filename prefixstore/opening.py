@@ -80,7 +80,6 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
     options: dict[str, Any] = {
         "ttl": parameters.ttl,
         "priority": parameters.priority,
-        "ram_bytes": parameters.ram_bytes,
         "queue_bytes": parameters.queue_bytes,
         "write_behind": parameters.write_behind,
         "read_only": parameters.read_only,
@@ -283,7 +282,6 @@ class OpenLocation:
             bytes_used=used.bytes,
             bytes_stored=stored,
             bytes_raw=raw,
-            bytes_in_ram=engine.ram_bytes,
             queued_bytes=engine.queued_bytes,
             pending_pages=pending_pages,
             pending_snapshots=pending_snapshots,

@@ -19,7 +19,7 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Validated parameters in internal units: bytes, and seconds. None is no limit; `ram_bytes` of 0 is no RAM tier.
+    """Validated parameters in internal units: bytes, and seconds. None is no limit.
 
     Attributes
     ----------
@@ -52,7 +52,6 @@ class Parameters:
     max_snapshots: int
     budget: Budget
     ttl: float | None
-    ram_bytes: int
     encoder: Encoder
     policy: Policy
     priority: int
@@ -98,7 +97,6 @@ class Parameters:
             max_snapshots=_count(given, "max_snapshots", 1),
             budget=Budget(size, entries, Quota.parse(quota, size), high, low),
             ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
-            ram_bytes=0 if given["ram_bytes"] is None else parse_bytes(given["ram_bytes"], "ram_bytes"),
             encoder=Encoder(codec),
             policy=POLICIES[policy](),
             priority=_count(given, "priority", -(2**15), 2**15 - 1),

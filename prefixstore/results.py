@@ -189,8 +189,6 @@ class Stats:
         Pages in the location, and its size in bytes, index included; the last known values while it is unreachable.
     bytes_stored, bytes_raw
         Size of the payloads as stored, and of the states they decode to.
-    bytes_in_ram
-        Size of the states kept in RAM.
     queued_bytes
         Bytes captured but not yet written.
     pending_pages, pending_snapshots
@@ -238,7 +236,6 @@ class Stats:
     bytes_used: int
     bytes_stored: int
     bytes_raw: int
-    bytes_in_ram: int
     queued_bytes: int
     pending_pages: int
     pending_snapshots: int

@@ -77,9 +77,6 @@ class PrefixStore(AttachedStore):
         Time to live after the last use: seconds, a `timedelta`, or text such as ``"30d"``. It applies to the pages that
         this store writes. A page outlives the pages that continue it, and a pinned page never expires. None for no
         limit.
-    ram_bytes
-        Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None to keep no
-        states in RAM.
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
         of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
@@ -144,7 +141,6 @@ class PrefixStore(AttachedStore):
         low_water: float = Parameters.LOW_WATER,
         quota: int | str | Mapping[str, int | str] | None = None,
         ttl: float | str | timedelta | None = None,
-        ram_bytes: int | str | None = None,
         codec: str = Parameters.CODEC,
         policy: str = Parameters.POLICY,
         priority: int = 0,

@@ -62,7 +62,6 @@ PARAMETERS = [
     "low_water",
     "quota",
     "ttl",
-    "ram_bytes",
     "codec",
     "policy",
     "priority",

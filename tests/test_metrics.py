@@ -16,7 +16,7 @@ from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, new_reg
 from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
-from tests.support.engines import MIB, A, MemoryPages, gated, snapshot_of, store_of, writer_of
+from tests.support.engines import A, MemoryPages, gated, snapshot_of, store_of, writer_of
 from tests.support.exposition import names, problems, samples, value
 from tests.support.models import answer, prompt
 
@@ -36,7 +36,7 @@ def text_of(registry):
 @pytest.mark.parametrize("location", LOCATIONS)
 def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama, tmp_path, location):
     llm, tokens = llama(), prompt(700)
-    with PrefixStore(tmp_path / "kv" if location == "lmdb" else location, llm, ram_bytes=MIB) as store:
+    with PrefixStore(tmp_path / "kv" if location == "lmdb" else location, llm) as store:
         llm.set_cache(store)
         assert problems(store.metrics()) == []
         answer(llm, tokens, 1)  # a miss
@@ -72,9 +72,8 @@ def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama
             assert value(text, "prefixstore_lookups_total", source=source) == 1
         assert value(text, "prefixstore_misses_total", reason="not_found") == 1
         assert value(text, "prefixstore_captured_pages_total", form="page") == stats.pages_captured == 3
-        assert value(text, "prefixstore_used_bytes", tier="location") == stats.bytes_used
-        assert value(text, "prefixstore_budget_bytes", tier="location") == store.capacity_bytes
-        assert value(text, "prefixstore_budget_bytes", tier="ram") == MIB
+        assert value(text, "prefixstore_used_bytes") == stats.bytes_used
+        assert value(text, "prefixstore_budget_bytes") == store.capacity_bytes
         assert stats.prompt_tokens == 2100
         assert stats.allocations == 3
         assert stats.peak_bytes > 0
@@ -92,7 +91,6 @@ def test_several_stores_share_a_registry_by_name():
         assert problems(text) == []
         assert value(text, "prefixstore_pages", store="chat") == 3
         assert value(text, "prefixstore_pages", store="code") == 0
-        assert value(text, "prefixstore_used_bytes", store="code", tier="ram") == 0
         metrics.remove("chat")
         assert "chat" not in text_of(registry)
         with pytest.raises(InvalidParameterError, match="add"):
@@ -125,7 +123,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         assert problems(text) == []
         assert value(text, "prefixstore_deleted_pages_total") == 3
         peak = value(before, "prefixstore_peak_bytes")
-        assert value(text, "prefixstore_peak_bytes") == peak > value(text, "prefixstore_used_bytes", tier="location")
+        assert value(text, "prefixstore_peak_bytes") == peak > value(text, "prefixstore_used_bytes")
 
 
 # -- when something is wrong ------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def test_a_scrape_of_a_location_that_fails_tells_the_last_known_sizes():
         text = text_of(registry)
         assert value(before, "prefixstore_location_up") == 1
         assert value(text, "prefixstore_location_up") == 0
-        for name, labels in (("prefixstore_pages", {}), ("prefixstore_used_bytes", {"tier": "location"})):
+        for name, labels in (("prefixstore_pages", {}), ("prefixstore_used_bytes", {})):
             assert value(text, name, **labels) == value(before, name, **labels) > 0
         assert problems(text) == []
         backend.fails = False

@@ -215,7 +215,7 @@ def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore,
             there.append(text)
         except LocationError as error:
             say(f"note: {error}: it is treated as empty")
-    options = {"location": there, "read_only": True} if there else {"location": "memory:", "ram_bytes": None}
+    options = {"location": there, "read_only": True} if there else {"location": "memory:"}
     with settings.open_store(llm, far_max_bytes=None, **options) as store:
         yield (
             store,

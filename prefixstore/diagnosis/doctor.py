@@ -160,7 +160,9 @@ def _sampled(archive: Archive) -> Iterator[Finding]:
     if timed:
         times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
         text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
-        advice = "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or ram_bytes."
+        advice = (
+            "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or memory in front."
+        )
         yield _found("break-even", text, advice if restoring > computing else "")
 
 
@@ -323,7 +325,7 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
         if "n_ctx" not in config.model:
             advice = "Set n_ctx in [model]: llama-cpp-python takes 512 by default, and longer prompts fail."
             yield _found("context", f"{n_ctx:,} tokens", advice)
-        with config.open_store(llm, location="memory:", read_only=False, ram_bytes=None) as store:
+        with config.open_store(llm, location="memory:", read_only=False) as store:
             namespace, kind = store.namespace, store.kind
     except PrefixStoreError as error:
         yield _found("settings", "cannot be compared", str(error))

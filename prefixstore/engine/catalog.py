@@ -17,7 +17,6 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Damage, Deferred, DropReason, Outdated, PendingPage, Use
 from prefixstore.engine.policy import Leaves, Policy
-from prefixstore.engine.ram import RamTier
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
@@ -42,10 +41,9 @@ class Catalog:
     n_lookups = 0
     is_far = False
 
-    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
+    def __init__(self, policy: Policy, counters: Counters) -> None:
         self.policy = policy
         self._counters = counters
-        self._ram = ram
         # also held while the policy is asked
         self.lock = threading.RLock()
         self._pending: dict[bytes, PendingPage] = {}
@@ -209,11 +207,7 @@ class Catalog:
             return True
 
     def committed(self, written: Sequence[PendingPage], deferred: Deferred) -> None:
-        """Keep the states of these pages in RAM; record that they are stored now, and the deferred changes made."""
-        for new in written:
-            # while their buffers are still here
-            if new.buffer is not None:
-                self._ram.keep(new.page, new.buffer.view)
+        """Record that these pages are stored now, and the deferred changes made."""
         with self.lock:
             for new in written:
                 if self.is_pending(new):
@@ -298,7 +292,6 @@ class Catalog:
             known = self._deferred.damaged.get(page.key)
             is_useless = is_useless or (known is not None and known.is_useless and known.created == page.created)
             self._deferred.damaged[page.key] = Damage(page.created, is_useless)
-        self._ram.drop([page.key])
 
     def is_damaged(self, key: bytes, page: Page | Record) -> bool:
         """Whether a stored page is not to be used. Another one may have been written under the key since."""
@@ -352,14 +345,13 @@ class Catalog:
 
     @contextmanager
     def update(self, backend: Pages) -> Iterator[Transaction]:
-        """A transaction. When it is committed, what it has deleted is dropped from RAM and counted."""
+        """A transaction. When it is committed, what it has deleted is counted."""
         with backend.update() as transaction:
             try:
                 yield transaction
             finally:
                 # the steps refer to what they are a part of: pages would wait for the garbage collector
                 steps, transaction.after_commit = transaction.after_commit, []
-        self._ram.drop(transaction.deleted)
         self._counters.count("frees", len(transaction.deleted))
         for step in steps:
             step()

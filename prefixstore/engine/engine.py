@@ -1,6 +1,6 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> lookups                fetching -> fetch (RAM, backend, codec)
+read:   match, match_snapshot -> lookups                fetching -> fetch (backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
 
 What one of its parts does alone, callers ask of the part: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
@@ -34,7 +34,6 @@ from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Captures
-from prefixstore.engine.ram import RamTier
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Admit, Fetcher, Look, Source
 from prefixstore.engine.space import Evictor
@@ -91,7 +90,6 @@ class Engine:
         *,
         ttl: float | None = None,
         priority: int = 0,
-        ram_bytes: int = 0,
         queue_bytes: int = QUEUE_BYTES,
         write_behind: bool = True,
         read_only: bool = False,
@@ -105,7 +103,6 @@ class Engine:
         self._encode = encode
         self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
         self._priority = priority
-        self.ram_budget = ram_bytes
         self.queue_bytes = queue_bytes
         self._write_behind = write_behind
         self.read_only = read_only
@@ -127,11 +124,10 @@ class Engine:
         self.threads = Threads("prefixstore-work")
         # held by the thread that closes the engine
         self._ending = threading.RLock()
-        self._ram = RamTier(self.ram_budget)
-        self._catalog = catalog = Catalog(self._policy, counters, self._ram)
+        self._catalog = catalog = Catalog(self._policy, counters)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(partial(probe, backend), counters, patience=patience, clock=self._clock)
-        shared = Shared(self.threads, backend, catalog, self._ram, self._breaker, self.budget, self.read_only, counters)
+        shared = Shared(self.threads, backend, catalog, self._breaker, self.budget, self.read_only, counters)
         self._fetcher = Fetcher(shared, self._encode.read_rate)
         self.lookups = Lookups(shared)
         self.bookmarks = Bookmarks(shared)
@@ -187,11 +183,6 @@ class Engine:
     def tiers(self) -> tuple[TierStats, ...]:
         """Statistics of each location, if there are several."""
         return ()
-
-    @property
-    def ram_bytes(self) -> int:
-        """Bytes of states in RAM."""
-        return self._ram.used
 
     @handed_over
     def history(self) -> History:
@@ -256,7 +247,7 @@ class Engine:
         return States(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
 
     def _sources(self, pages: Sequence[Page]) -> list[Source]:
-        return [self._fetcher.source(pages)]
+        return [(self._fetcher, pages, None)]
 
     @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
@@ -401,7 +392,6 @@ class Engine:
             self._backend.close()
         finally:
             self._fetcher.close()
-            self._ram.clear()
             self.threads.close()
             if self.tap is not None:
                 self.tap.close()

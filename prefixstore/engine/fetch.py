@@ -1,6 +1,6 @@
 """Delivers the verified states of pages, in order, from one source or several.
 
-A source is a location, or what this process holds of its pages: buffers of pending pages, and the RAM tier. A thread of
+A source is a location, or what this process holds of its pages: buffers of pending pages. A thread of
 the store reads it (`engine/source.py`), and has its view, so whoever stops waiting leaves both to it: they end when
 the location answers, or with its timeout. All sources of a fetch begin at once; what one has given is verified before
 the next one gives.

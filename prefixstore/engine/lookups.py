@@ -175,9 +175,6 @@ class Lookups(Part):
         found.beside = self._following(near, waiting, prompt, at, PAGE)
         if snapshots:
             found.snapshots = [self._following(after, waiting, prompt, n, SNAPSHOT) for n in range(at + 1)]
-        if view is not None:
-            # states of pages that others have deleted
-            self._ram.drop(prompt.keys[at:])
         return found
 
     def _following(

@@ -12,7 +12,6 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.page import Page
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.ram import RamTier
 from prefixstore.format.keys import Tokens
 
 __all__ = ["Part", "Shared", "Tap"]
@@ -24,7 +23,6 @@ class Shared(NamedTuple):
     threads: Threads
     backend: Pages
     catalog: Catalog
-    ram: RamTier
     breaker: CircuitBreaker
     budget: Budget
     read_only: bool
@@ -39,7 +37,6 @@ class Part:
         self.breaker = shared.breaker
         self._backend = shared.backend
         self._catalog = shared.catalog
-        self._ram = shared.ram
         self._budget = shared.budget
         self._read_only = shared.read_only
         self._counters = shared.counters

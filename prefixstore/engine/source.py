@@ -347,17 +347,9 @@ class Fetcher(Part):
         """Begin no more."""
         self.is_closed = True
 
-    def source(self, pages: Sequence[Page]) -> Source:
-        """These pages, from this location; what is read is kept in RAM."""
-        return self, pages, self._ram.keep if self._ram.lacks(pages) else None
-
     def in_memory(self, pages: Sequence[Page]) -> Mapping[bytes, memoryview]:
         """States that need not be read. Asked before a view is opened, so what is committed meanwhile is in either."""
-        found = self._catalog.states(pages)
-        for page in pages:
-            if page.key not in found and (state := self._ram.state(page)) is not None:
-                found[page.key] = state
-        return found
+        return self._catalog.states(pages)
 
     @contextmanager
     def view(self) -> Iterator[View]:

@@ -244,7 +244,7 @@ class TieredEngine(Engine):
         """Each page from the nearest location that has it; what the far one gives is kept."""
         # a page is known to be here only if those before it are
         n_near = 0 if self._breaker.is_open else self.n_near(pages)
-        near = [self._fetcher.source(pages[:n_near])] if n_near else []
+        near: list[Source] = [(self._fetcher, pages[:n_near], None)] if n_near else []
         if n_near == len(pages):
             return near
         # both begin together: far pages arrive while near ones are used

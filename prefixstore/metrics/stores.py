@@ -198,15 +198,9 @@ METRICS: dict[str, Metric] = {
         "Time from the capture of a page to its first use; without pages that are never used.", "first_reuse"
     ),
     "used_bytes": _gauge(
-        "Bytes in use, by tier: the location with its index, and the states in RAM.",
-        lambda engine: {"location": engine.upkeep.last_used()[0].bytes, "ram": engine.ram_bytes},
-        "tier",
+        "Bytes in use: the location with its index.", lambda engine: engine.upkeep.last_used()[0].bytes
     ),
-    "budget_bytes": _gauge(
-        "Bytes that may be in use, by tier.",
-        lambda engine: {"location": engine.budget.max_bytes, "ram": engine.ram_budget},
-        "tier",
-    ),
+    "budget_bytes": _gauge("Bytes that may be in use.", lambda engine: engine.budget.max_bytes),
     "peak_bytes": _gauge(
         "The largest size of the location that this process has seen since the store was opened.",
         lambda engine: engine.evictor.peak_bytes,

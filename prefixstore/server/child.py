@@ -140,7 +140,7 @@ class ServerCommand:
         if self._full_window:
             ours.append("--swa-full")
         if not self._cache_ram:
-            # the store has a RAM tier of its own, and its budget is known
+            # pages are in the store, whose budget is known
             ours += ["--cache-ram", "0"]
         return [*self.given, *ours]
 

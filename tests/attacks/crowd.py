@@ -212,7 +212,6 @@ def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, for
             codec="zstd" if salt == "two" else "auto",
             # for one of them so low that its pages are packed
             **({"high_water": 0.5, "low_water": 0.3} if salt is None else {}),
-            ram_bytes="1MB" if salt == "one" else None,
             queue_bytes="1MB",
         )
         for salt in TENANTS

@@ -79,7 +79,7 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
 
     def once(i):
-        with open_store(location, MAX_BYTES, "one", ram_bytes="1MB") as store:
+        with open_store(location, MAX_BYTES, "one") as store:
             member = Member(i, [store], location, MAX_BYTES)
             for _ in range(5):
                 member.capture(store)

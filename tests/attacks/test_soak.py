@@ -81,7 +81,7 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
     where = home if scheme == "sqlite" else home / "kv"
     llm = llama(n_ctx=2048)
     thirds = []
-    with PrefixStore(location, llm, max_bytes=MAX_BYTES, ttl="1h", ram_bytes="1MB") as store:
+    with PrefixStore(location, llm, max_bytes=MAX_BYTES, ttl="1h") as store:
         llm.set_cache(store)
         tokens = prompt(400)
         lookups = 0

@@ -8,7 +8,7 @@ from prefixstore.backends.memory import MemoryBackend, SortedRows
 from prefixstore.engine.budget import Quota
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
+from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
 
 SETTINGS = Namespace({"salt": "tenant"}).canonical
 
@@ -47,14 +47,12 @@ def watch(monkeypatch):
     assert made.violations == []
 
 
-def test_lookups_restores_and_captures_ask_the_backend_without_the_lock(watch):
-    store = watch.open(codec="zstd", options={"ram_bytes": MIB})
+def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
+    store = watch.open(codec="zstd")
     engine = store.engine
     batch = store.announce(A)
     assert store.fetch(A) == 3  # from the buffers
     assert engine.commit(batch) == 3
-    assert store.fetch(A) == 3  # from RAM
-    engine._ram.clear()
     assert store.fetch(A) == store.fetch(A, streamed=True) == 3
     put_snapshots(store, B, [6, 9])
     assert store.match_snapshot(B) == 9

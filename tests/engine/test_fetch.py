@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from prefixstore.engine import source
-from prefixstore.engine.ram import RamTier
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.keys import as_tokens
@@ -134,21 +133,6 @@ def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
             assert fetch(store, streamed=streamed) == len(codecs)
         assert store.counters.group("unreadable") == {}
         assert store.backend.fetches_closed == (3 if codecs else 0)
-
-
-def test_a_state_in_ram_is_not_read():
-    with store_of(MIXED) as store:
-        store.engine._ram = store.fetcher._ram = RamTier(1 << 24)
-        read = []
-        store.backend.before = read.append
-        for i in (0, 3, 4, 9):
-            store.fetcher._ram.keep(store.path[i], store.states[i])
-        assert fetch(store) == len(MIXED)
-        assert len(read) == len(MIXED) - 4
-        for page, state in zip(store.path, store.states, strict=True):
-            store.fetcher._ram.keep(page, state)
-        assert fetch(store) == len(MIXED)
-        assert len(read) == len(MIXED) - 4
 
 
 # -- what can go wrong -------------------------------------------------------------------------------------------------

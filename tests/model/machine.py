@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         }
         self.options = [
             common | {"write_behind": True},
-            common | {"write_behind": False, "ttl": TTL / SECOND, "priority": 1, "ram_bytes": 50_000},
+            common | {"write_behind": False, "ttl": TTL / SECOND, "priority": 1},
             common | {"write_behind": True, "ttl": TTL / SECOND, "priority": -1},
         ]
         self.disks = self.place.disks() if self.place.disks is not None else None
