@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from datetime import timedelta
 
 import numpy as np
@@ -49,24 +50,8 @@ def ours():
         yield
 
 
-PARAMETERS = [
-    "namespace",
-    "salt",
-    "page_tokens",
-    "min_tokens",
-    "snapshot_interval",
-    "max_snapshots",
-    "max_bytes",
-    "max_entries",
-    "high_water",
-    "low_water",
-    "quota",
-    "ttl",
-    "codec",
-    "policy",
-    "priority",
-    "queue_bytes",
-]
+# what a key names is read, or run
+PARAMETERS = sorted(inspect.signature(PrefixStore).parameters.keys() - {"location", "llm", "key"})
 
 
 @BOUNDED
