@@ -113,10 +113,12 @@ class Lookups(Part):
             found = self.locate(None, prompt, self._catalog.along(prompt))
         if found.other is not None:
             raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
-        ranges = [(start, start + page_tokens) for start in range(len(found.pages) * page_tokens, n_full, page_tokens)]
+        # one that has expired is not found, and if it is captured again, it lasts longer
+        n_kept = _n_kept(found.pages)
+        ranges = [(start, start + page_tokens) for start in range(n_kept * page_tokens, n_full, page_tokens)]
         end = prompt.pieces[-1]
         # a page that is taken now has no children yet, so nothing can cover the tail
-        if end and (ranges or not any(page.tokens.startswith(end) for page in found.beside)):
+        if end and (ranges or not any(page.tokens.startswith(end) and _n_kept([page]) for page in found.beside)):
             ranges.append((n_full, len(tokens)))
         return ranges
 
@@ -126,8 +128,9 @@ class Lookups(Part):
         if self._catalog.get(key) is not None:
             return True
         with suppress(StorageError), self.breaker.asking(), self._backend.view() as view:
-            record = view.record(key)
-            return record is not None and not self._catalog.is_damaged(key, record)
+            record, usage = view.records([key]).get(key, (None, Usage(0)))
+            if isinstance(record, Record) and not self._catalog.is_damaged(key, record):
+                return not Page.stored(key, record, usage).has_expired(time.time_ns())
         return False
 
     def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Prompt:

@@ -10,7 +10,18 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from tests.support.engines import MIB, NS, MemoryPages, P, Store, snapshot_of, two_stores
+from tests.support.engines import (
+    MIB,
+    NS,
+    A,
+    MemoryPages,
+    P,
+    Store,
+    put_snapshots,
+    snapshot_of,
+    store_of,
+    two_stores,
+)
 
 
 class Random:
@@ -78,3 +89,15 @@ def test_a_page_that_is_damaged_after_it_was_read_is_a_miss_until_it_is_stored_a
         other.engine.upkeep.clear(None)
         other.put(tokens)
         assert (mine.match(tokens), mine.fetch(tokens)) == (12, 3)
+
+
+def test_what_has_expired_is_captured_again_at_once(clock):
+    with store_of(options={"ttl": 60.0}) as store:
+        store.put(A)
+        put_snapshots(store, A, [len(A) - 1])
+        snapshot = snapshot_of(store, A[:-1])
+        assert store.engine.lookups.has(snapshot.page.key)
+        clock[0] += 61 * 10**9
+        assert not store.engine.lookups.has(snapshot.page.key)
+        assert store.put(A) == 3
+        assert store.match(A) == len(A)
