@@ -1,19 +1,19 @@
-"""Locks on open handles, and what must be quiet while the process forks, and be renewed in the child.
+"""Locks on open handles, none of which is in use while the process forks, and what is renewed in the child.
 
 A child inherits memory, locks and file descriptors, but only the thread that forked: a lock that another thread held is
-never released there, and a file handle still belongs to the parent. So each participant is held before a fork, and
-released after it in the parent and in the child.
+never released there, and a file handle still belongs to the parent. So whoever uses, opens or closes a handle is inside
+of a gate, and the process forks when no thread is; the child opens its own handles.
 
-`os.fork` reports an exception in one of these hooks and forks nevertheless. So one that could not be held, as when a
-Ctrl-C ends the wait for it, does not keep the others from their turn, and is released and renewed like them.
-
-An open handle is shared by the threads that use it, and held alone by the one that replaces or closes it, or forks. A
-thread of the store holds it for its caller, so a caller that holds it and asks for more does not wait for itself. The
-state of its lock is two dicts, which change in single steps. A thread first announces itself in one of them and then
-looks into the other, so of two threads at least one sees the other.
+An open handle is shared by the threads that use it, and held alone by the one that replaces or closes it; so is the
+gate. A thread of the store holds them for its caller, so a caller that is inside and asks for more does not wait for
+itself: who uses one handle may open or use another one, also while a thread waits to fork. The state of a lock is two
+dicts, which change in single steps. A thread first announces itself in one of them and then looks into the other, so of
+two threads at least one sees the other.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 # Imported for its fork hooks: hooks before a fork run in reverse order, so this one takes its lock after that of
 # prefixstore has waited for threads that use a handle. Such a thread may log, and needs the lock.
@@ -25,8 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import IntEnum
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 # numpy imports it at the first `np.unique`: a child that is forked while another thread does that would wait forever
 # for the lock of the module.
@@ -35,109 +34,10 @@ import numpy.ma  # noqa: F401
 from prefixstore.backends.threads import Caller, caller
 from prefixstore.errors import MisuseError
 
-__all__ = ["ForkLevel", "ForkLock", "HandleLock", "register_at_fork", "release_interrupted_frames"]
+__all__ = ["HandleLock", "abandon", "adding", "is_quiet", "register_at_fork", "release_interrupted_frames"]
 
 # how often a thread that waits looks again; it waits rarely
 POLL_SECONDS = 0.001
-
-
-class ForkLevel(IntEnum):
-    """The order of participants: before a fork from the last level to the first, after it from the first to the last.
-
-    So outer locks are taken before inner ones, and in a child everything that a participant is built on
-    has been renewed when its turn comes.
-    """
-
-    HANDLE = 0
-    """An open handle: a file, a pool of connections, pages in memory."""
-    OPENING = 1
-    """A lock under which handles are opened and closed."""
-    ENGINE = 2
-    """What is built on a backend."""
-
-
-# held by the thread that forks, from before the fork until after it
-_forking = threading.RLock()
-_levels: dict[ref[object], ForkLevel] = {}
-
-
-def register_at_fork(participant: object, level: ForkLevel) -> None:
-    """Hold this participant during each fork, for as long as it lives; the registry does not keep it alive.
-
-    Those of these methods are called that it has. One that fails does not keep the others from their turn.
-
-    - ``before_fork()`` waits until no other thread is in the middle of something, and lets none begin.
-    - ``after_fork_in_parent()`` undoes that, or what it has done before it failed; nothing if it was not called.
-    - ``after_fork_in_child()`` drops what belongs to the parent, also if `before_fork` has failed.
-
-    Participants of one level are held in no particular order. Handles are opened under a `ForkLock`, so none is
-    while the process forks.
-    """
-    _levels[ref(participant, _forget)] = level
-
-
-def _forget(gone: ref[object], levels: dict[ref[object], ForkLevel] = _levels) -> None:
-    levels.pop(gone, None)
-
-
-class ForkLock:
-    """A lock under which handles are opened and closed: ``with lock.held:``. Nobody holds it during a fork."""
-
-    def __init__(self) -> None:
-        self.held = threading.RLock()
-        register_at_fork(self, ForkLevel.OPENING)
-
-    def before_fork(self) -> None:
-        self.held.acquire()
-
-    def after_fork_in_parent(self) -> None:
-        # unless an interrupt has ended the wait for it
-        with suppress(RuntimeError):
-            self.held.release()
-
-    def after_fork_in_child(self) -> None:
-        self.held = threading.RLock()
-
-
-def _each(levels: Iterable[ForkLevel], method: str) -> None:
-    """Call this method of all that live, level by level, and raise the first error in the end."""
-    failures: list[BaseException] = []
-    for level in levels:
-        # in one step: the garbage collector, and other threads, change the dictionary
-        for weak in list(_levels):
-            participant = weak()
-            if _levels.get(weak) == level and hasattr(participant, method):
-                try:
-                    getattr(participant, method)()
-                except BaseException as error:  # noqa: BLE001 - raised when all are done
-                    failures.append(error)
-    if failures:
-        raise failures[0]
-
-
-def _before_fork() -> None:
-    _forking.acquire()
-    _each(reversed(ForkLevel), "before_fork")
-
-
-def _after_fork_in_parent() -> None:
-    # not if an interrupt has ended the wait for another thread that forks
-    if not _forking._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` does
-        return
-    try:
-        _each(ForkLevel, "after_fork_in_parent")
-    finally:
-        _forking.release()
-
-
-def _after_fork_in_child() -> None:
-    global _forking
-    _forking = threading.RLock()
-    _each(ForkLevel, "after_fork_in_child")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 class HandleLock:
@@ -155,57 +55,59 @@ class HandleLock:
         me = caller().key
         return me in _keys(self._inside) or me in _keys(self._alone)
 
-    def is_exclusive(self, hold: object) -> bool:
-        """Whether this hold has the handle exclusively; not while it still waits for others to leave."""
-        return hold in self._alone and not self._inside
-
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold it shared. Waits while another thread waits for exclusive use, unless this thread holds it already."""
-        is_held, entry, me = self.is_held, object(), caller()
+        entry = object()
         try:
-            self._inside[entry] = me
-            # a thread that waits to be alone comes first, or it would wait forever
-            while self._alone and not is_held:
-                self._inside.pop(entry, None)
-                _wait(lambda: not self._alone)
-                self._inside[entry] = me
+            _gate.enter(entry)
+            self.enter(entry)
             yield
         finally:
-            self._inside.pop(entry, None)
+            self.leave(entry)
+            _gate.leave(entry)
 
-    def acquire_exclusive(self, hold: object) -> None:
-        """Wait until no thread is inside, and let none in until `release_exclusive` of this hold. May be nested.
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold it exclusive, once no other thread is inside. May be nested.
 
         Raises `MisuseError` if this thread holds it shared.
         """
+        entry = object()
+        try:
+            _gate.enter(entry)
+            self.enter_alone(entry)
+            yield
+        finally:
+            self.leave(entry)
+            _gate.leave(entry)
+
+    def enter(self, entry: object) -> None:
+        """Begin to hold it shared, under this name."""
+        is_held = self.is_held
+        self._inside[entry] = caller()
+        # a thread that waits to be alone comes first, or it would wait forever
+        while self._alone and not is_held:
+            self.leave(entry)
+            _wait(lambda: not self._alone)
+            self._inside[entry] = caller()
+
+    def enter_alone(self, entry: object) -> None:
+        """Begin to hold it exclusive."""
         me = caller()
         # a thread that is alone already may be inside as well
         is_alone = me.key in _keys(self._alone)
         if not is_alone and me.key in _keys(self._inside):
             # it would wait for itself
             raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
-        self._alone[hold] = me
-        try:
-            if not is_alone:
-                _wait(lambda: not self._inside and _keys(self._alone)[:1] == [me.key])
-        except BaseException:
-            self.release_exclusive(hold)
-            raise
+        self._alone[entry] = me
+        if not is_alone:
+            _wait(lambda: not self._inside and _keys(self._alone)[:1] == [me.key])
 
-    def release_exclusive(self, hold: object) -> None:
-        """Undo `acquire_exclusive`. A second call does nothing."""
-        self._alone.pop(hold, None)
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold it exclusive."""
-        hold = object()
-        try:
-            self.acquire_exclusive(hold)
-            yield
-        finally:
-            self.release_exclusive(hold)
+    def leave(self, entry: object) -> None:
+        """Hold it no more, or not wait for it. A second call does nothing."""
+        self._inside.pop(entry, None)
+        self._alone.pop(entry, None)
 
     def renew(self) -> None:
         """In a forked child: drop what belongs to threads of the parent. This thread must not be inside."""
@@ -221,6 +123,88 @@ def _keys(holders: Mapping[object, Caller]) -> list[object]:
 def _wait(is_over: Callable[[], bool]) -> None:
     while not is_over():
         time.sleep(POLL_SECONDS)
+
+
+_gate = HandleLock()
+_adding = threading.RLock()
+# whether the thread that forks is alone in the gate
+_is_quiet = False
+# what takes part in forks, in the order in which it was registered, and the lock of a handle
+_participants: WeakKeyDictionary[object, HandleLock | None] = WeakKeyDictionary()
+
+
+@contextmanager
+def adding() -> Iterator[None]:
+    """A block of steps in memory that one thread at a time takes, and none while the process forks."""
+    with _gate.shared(), _adding:
+        yield
+
+
+def register_at_fork(participant: object, lock: HandleLock | None = None) -> None:
+    """Have something take part in each fork, for as long as it lives; the registry does not keep it alive.
+
+    In the child its ``after_fork_in_child()`` is called; those of handles, which have a `lock`, before others. A handle
+    also has ``before_fork()``.
+    """
+    with adding():
+        _participants[participant] = lock
+
+
+def is_quiet() -> bool:
+    """In a forked child: whether no handle was in use. `os.fork` forks also if a Ctrl-C ends the wait for that."""
+    return _is_quiet
+
+
+def abandon(one: object) -> None:
+    """Never destroy this, also not when the interpreter ends: it would take something from the parent."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+def _handles() -> dict[object, HandleLock]:
+    return {one: lock for one, lock in _participants.items() if lock is not None}
+
+
+def _call(method: str, participants: Iterable[object]) -> None:
+    """Call this method of all; one that fails does not keep the others from their turn."""
+    failures: list[BaseException] = []
+    for one in participants:
+        try:
+            getattr(one, method)()
+        except BaseException as error:  # noqa: BLE001 - raised when all is done: `os.fork` reports it, and forks
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _before_fork() -> None:
+    global _is_quiet
+    _gate.enter_alone(_FORK)
+    _is_quiet = True
+    _call("before_fork", _handles())
+
+
+def _after_fork_in_parent() -> None:
+    global _is_quiet
+    _is_quiet = False
+    _gate.leave(_FORK)
+
+
+def _after_fork_in_child() -> None:
+    global _adding, _is_quiet
+    _adding = threading.RLock()
+    handles = _handles()
+    for lock in (_gate, *handles.values()):
+        lock.renew()
+    try:
+        _call("after_fork_in_child", {**handles, **_participants})
+    finally:
+        _is_quiet = False
+
+
+# the entry of the thread that forks
+_FORK = object()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def release_interrupted_frames() -> None:

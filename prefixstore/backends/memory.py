@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, Costs, Draft, Range, Row, View
-from prefixstore.backends.forks import ForkLock
+from prefixstore.backends.forks import adding
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.record import Buffer
@@ -130,12 +130,11 @@ class _Memory:
 
 # the memories that have a name, for as long as a backend has them open; a forked child has copies of them
 _named: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
-_naming = ForkLock()
 
 
 def _shared(name: str, *, read_only: bool) -> _Memory:
     """The memory of this name. Raises `InvalidParameterError` if none is open that can be read."""
-    with _naming.held:
+    with adding():
         memory = _named.get(name)
         if memory is None:
             if read_only:

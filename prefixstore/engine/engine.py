@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from prefixstore.backends.forks import ForkLevel, register_at_fork, release_interrupted_frames
+from prefixstore.backends.forks import register_at_fork, release_interrupted_frames
 from prefixstore.backends.threads import Threads, close_soon, handed_over
 from prefixstore.counters import Counters
 from prefixstore.engine.bookmarks import Bookmarks
@@ -116,7 +116,7 @@ class Engine:
         self.token_seconds: float | None = None
         self.is_closed = False
         self._start()
-        register_at_fork(self, ForkLevel.ENGINE)
+        register_at_fork(self)
 
     def _start(self) -> None:
         """Everything that has locks, threads or buffers of this process."""

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.forks import register_at_fork
 from prefixstore.errors import BusyError, ContextError, InvalidParameterError, NotAttachedError
 from prefixstore.results import SessionCounts
 from prefixstore.sessions.queue import Ticket, in_thread, queue_of
@@ -57,7 +57,7 @@ class Sessions:
         # of the sessions that there were before, if they were dropped
         engine.evictor.keep_nothing()
         engine.sessions = weakref.WeakMethod(self.stats)
-        register_at_fork(self, ForkLevel.ENGINE)
+        register_at_fork(self)
 
     def after_fork_in_child(self) -> None:
         """Start over: those who wait, or have the ``Llama``, are in the parent."""

@@ -249,7 +249,7 @@ def test_an_environment_that_has_failed_permanently_is_opened_again(llama, tmp_p
     with serving(llama(), tmp_path / "kv", 0, 1) as server:
         server.ask(0)
         server.store.flush()
-        environment = lmdb_environment._open[(tmp_path / "kv").resolve()]
+        environment = lmdb_environment._environments[(tmp_path / "kv").resolve()]
         real = environment.env
 
         class Panicked:

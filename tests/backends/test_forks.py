@@ -2,55 +2,102 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+from weakref import WeakKeyDictionary
 
 import pytest
 
-from prefixstore.backends import forks
-from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends import forks, open_backend
+from prefixstore.backends.forks import HandleLock, adding, is_quiet, register_at_fork
 from prefixstore.errors import UnavailableError
-from prefixstore.testing.together import in_child
-from tests.support import ROOT
+from prefixstore.testing.together import in_child, together
+from tests.support import ROOT, outcome
+
+
+def exit_code_of_child(work):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            code = work()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Noting:
     """A participant that notes what is called."""
 
-    def __init__(self, name, level, calls, *, before=None):
-        self.name, self.calls, self.before = name, calls, before
-        register_at_fork(self, level)
+    def __init__(self, name, calls, lock=None, error=None):
+        self.name, self.calls, self.lock, self.error = name, calls, lock, error
+        register_at_fork(self, lock)
 
     def before_fork(self):
         self.calls.append(f"before {self.name}")
-        if self.before is not None:
-            self.before()
-
-    def after_fork_in_parent(self):
-        self.calls.append(f"parent {self.name}")
+        if self.error is not None:
+            raise self.error
 
     def after_fork_in_child(self):
-        self.calls.append(f"child {self.name}")
+        self.calls.append(f"child {self.name}{' quiet' * (self.lock is not None and is_quiet())}")
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, UnavailableError])
-def test_handles_are_held_last_and_renewed_first_and_one_that_fails_does_not_keep_the_others(monkeypatch, error):
+def test_handles_are_held_and_renewed_first_and_one_that_fails_does_not_keep_the_others(monkeypatch, error):
     # the traceback keeps it alive; no other test shall meet it
-    monkeypatch.setattr(forks, "_levels", {})
+    monkeypatch.setattr(forks, "_participants", WeakKeyDictionary())
     calls, reported = [], []
-
-    def fail():
-        if error is not None:
-            raise error
-
-    levels = (ForkLevel.ENGINE, ForkLevel.OPENING, ForkLevel.HANDLE)
-    kept = [Noting(level.name, level, calls, before=fail if level == ForkLevel.OPENING else None) for level in levels]
+    locks = [HandleLock(), HandleLock()]
+    kept = [Noting("engine", calls), Noting("one", calls, locks[0], error), Noting("two", calls, locks[1])]
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    assert in_child(lambda: calls[-3:] == ["child HANDLE", "child OPENING", "child ENGINE"])
+    in_child = ["child one quiet", "child two quiet", "child engine"]
+    assert exit_code_of_child(lambda: 7 if calls[2:] == in_child and is_free(*locks) else 1) == 7
     assert [report.exc_type for report in reported] == [error] * (error is not None)
-    before = ["before ENGINE", "before OPENING", "before HANDLE"]
-    assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
+    assert calls == ["before one", "before two"]
+    assert is_free(*locks)
     assert len(kept) == 3
+
+
+def is_free(*locks):
+    """Whether other threads may have all these, and add something."""
+
+    def have():
+        with adding():
+            return not any(lock._inside or lock._alone for lock in locks)
+
+    return outcome(have) is True
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
+def test_threads_that_open_one_store_in_a_view_of_another_wait_neither_for_who_closes_it_nor_for_a_fork(tmp_path, kind):
+    paths = [f"{kind}:///{tmp_path}/{name}" for name in "ab"]
+    done = threading.Event()
+
+    def opened(path):
+        return closing(open_backend(path, max_bytes=1 << 20))
+
+    def use(mine, other):
+        while not done.is_set():
+            with opened(mine) as outer, outer.view(), opened(other) as inner, inner.view():
+                time.sleep(0.001)
+
+    def fork():
+        try:
+            for _ in range(10):
+                assert in_child(lambda: True)
+                for path in paths:
+                    opened(path).thing.close()
+        finally:
+            done.set()
+
+    with ExitStack() as kept:
+        for path in paths:
+            # so that the others need not create the files
+            kept.enter_context(opened(path))
+        together(lambda: use(*paths), lambda: use(*paths[::-1]), fork)
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():

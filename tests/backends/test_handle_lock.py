@@ -70,5 +70,5 @@ def wait_at(ready):
 def test_a_thread_that_uses_the_handle_cannot_wait_for_itself():
     handle = HandleLock()
     with handle.shared(), pytest.raises(MisuseError, match="leave it first"):
-        handle.acquire_exclusive("hold")
+        handle.enter_alone("me")
     assert is_free(handle)

@@ -24,7 +24,7 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
-from prefixstore.backends.lmdb.environment import FILE_EXTRA, META, Environment, acquire, release
+from prefixstore.backends.lmdb.environment import FILE_EXTRA, META, Environment, acquire
 from prefixstore.backends.location import path_of
 from prefixstore.format.record import Buffer
 
@@ -132,22 +132,16 @@ class LMDBBackend(Backend):
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
         self._path = absolute(path)
-        self._map_size = (int(max_bytes * FILE_FACTOR) + FILE_EXTRA) // 4096 * 4096
         self._read_only = read_only
         self._closed = False
-        self._environment: Environment | None = None
-        self._open()
+        map_size = (int(max_bytes * FILE_FACTOR) + FILE_EXTRA) // 4096 * 4096
+        # shared by all of this process that have the file open
+        self._environment = acquire(self._path, map_size, read_only=read_only, user=self)
 
     def _open(self) -> Environment:
-        """The shared environment of this process, opened if necessary."""
-        environment = self._environment
-        if environment is None and not self._closed:
-            environment = self._environment = acquire(self._path, self._map_size, read_only=self._read_only, user=self)
-            if self._closed:  # by another thread, meanwhile
-                self.close()
-        if environment is None or self._closed:
+        if self._closed:
             raise refusals.closed(self._path)
-        return environment
+        return self._environment
 
     def _writable(self) -> Environment:
         environment = self._open()
@@ -203,14 +197,9 @@ class LMDBBackend(Backend):
     def check(self) -> None:
         self._open().check()
 
-    def after_fork(self) -> None:
-        self._environment = None
-
     def close(self) -> None:
         self._closed = True
-        self._environment = None
-        # also if an interrupt has kept the environment from being noted here
-        release(self)
+        self._environment.release(self)
 
 
 def _costs(page_size: int) -> Costs:

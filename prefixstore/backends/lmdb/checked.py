@@ -82,12 +82,11 @@ def require_sound(path: Path) -> None:
 
 
 class CheckedFile:
-    """What this process knows about one data file; see the module. With `read_only` it writes nothing beside it."""
+    """What this process knows about one data file; see the module."""
 
-    def __init__(self, path: Path, *, read_only: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._note = path.with_name(NOTE)
-        self._read_only = read_only
         # the open data, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
@@ -147,23 +146,19 @@ class CheckedFile:
             os.close(directory)
 
     def use(self) -> None:
-        """The data are a store's, and are about to be used: until they are closed, nothing is noted of them."""
-        if not self._read_only:
-            self._unlink()
+        """The data are a store's, and are about to be written: until they are closed, nothing is noted of them."""
+        with suppress(OSError):
+            self._note.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Something in the data is damaged: the next process that opens them has them read. Readers note that, too."""
         self._is_sound = False
-        self._unlink()
+        self.use()
 
-    def _unlink(self) -> None:
-        with suppress(OSError):
-            self._note.unlink(missing_ok=True)
-
-    def leave(self) -> None:
-        """The data are closed: note that they are sound."""
+    def leave(self, *, is_sound: bool) -> None:
+        """The data are closed: note that they are sound, unless damage was found in them."""
         try:
-            if self._is_sound and not self._read_only:
+            if self._is_sound and is_sound:
                 self._say_sound()
         except OSError:
             pass  # they are read once more

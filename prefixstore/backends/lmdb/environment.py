@@ -18,14 +18,14 @@ import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
-from prefixstore.backends.forks import ForkLevel, ForkLock, HandleLock, register_at_fork
+from prefixstore.backends.forks import HandleLock, abandon, adding, is_quiet, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["FILE_EXTRA", "FORMAT", "LMDB_VERSION", "META", "Environment", "acquire", "release"]
+__all__ = ["FILE_EXTRA", "FORMAT", "LMDB_VERSION", "META", "Environment", "acquire"]
 
 SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
@@ -47,24 +47,45 @@ META_FORMAT = struct.Struct("<I")
 class Environment:
     """One open environment of this process. LMDB allows a process one handle per file, so backends share it."""
 
-    def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.read_only = read_only
-        # an interrupted backend may add itself again, and one that was dropped need not remove itself
-        self.users: WeakSet[object] = WeakSet()
-        # transactions are inside; the handle is replaced, resized and closed while none is open
-        self._handle_lock = HandleLock()
         self.file = str(path / DATA)
-        self._map_size = map_size
-        self._checked = CheckedFile(path / DATA, read_only=read_only)
+        # it is open while there are some, or opened by the next transaction
+        self.users: WeakSet[object] = WeakSet()
+        self._map_size, self._read_only = SMALLEST_MAP, True
+        # transactions are inside; the handle is opened, replaced and closed while none is open
+        self._handle_lock = HandleLock()
+        self._is_open = False
+        self._checked = CheckedFile(path / DATA)
         self._identity: tuple[int, int] | None = None
+        register_at_fork(self, self._handle_lock)
+
+    def open(self, map_size: int, *, read_only: bool) -> None:
+        """Open it for a user, and make the map at least this large: who only reads does not decide that.
+
+        Raises `LocationError` if there is no memory for it, or others only read it.
+        """
+        if self._suits(map_size, read_only):
+            return
         with self._handle_lock.exclusive():
-            self._open()
-        register_at_fork(self, ForkLevel.HANDLE)
+            if self._suits(map_size, read_only):
+                return
+            if self._is_open and self._read_only and len(self.users) > 1:
+                raise LocationError(f"{self.path} is open read-only in this process; close that store first")
+            former = self._map_size, self._read_only
+            try:
+                self._map_size, self._read_only = max(map_size, self._map_size), self._read_only and read_only
+                self._renew()
+            except BaseException:
+                self._map_size, self._read_only = former
+                raise
+
+    def _suits(self, map_size: int, read_only: bool) -> bool:
+        return self._is_open and (read_only or (map_size <= self._map_size and not self._read_only))
 
     def _open(self, *, is_new: bool = False) -> None:
         """Open the file, and create it if it is not there; one that this process has just written is `is_new`."""
-        path, file, read_only = self.path, self.path / DATA, self.read_only
+        path, file, read_only = self.path, self.path / DATA, self._read_only
         with ExitStack() as failed:
             failed.callback(self._forget)
             try:
@@ -95,7 +116,7 @@ class Environment:
                 )
                 failed.callback(self.env.close)
                 # within the map that it was filled through, transactions have left space to delete
-                self._map_size = max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"])
+                self._map_size = max(self._map_size, self.env.info()["map_size"])
                 if not read_only:
                     self.env.set_mapsize(self._map_size)
             except (lmdb.Error, OSError) as error:
@@ -106,13 +127,15 @@ class Environment:
                 if not read_only:
                     self.env.reader_check()
                 self.database = self.env.open_db(None)
+                self._is_open = True
+                failed.callback(setattr, self, "_is_open", False)
                 with self.begin(write=False) as txn:
                     self._require_format(txn)
             except lmdb.Error as error:
                 raise translate(error, path) from error
-            self._checked.use()
+            if not read_only:
+                self._checked.use()
             failed.pop_all()
-        self._is_broken = False
 
     def _forget(self) -> None:
         """The file is not open: when it is opened, it is another one."""
@@ -153,7 +176,7 @@ class Environment:
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
         begun = has_panicked = False
         while True:
-            if not self._handle_lock.is_held and (self._is_broken or not self._is_current()):
+            if not self._handle_lock.is_held and not (self._is_open and self._is_current()):
                 self._renew()
             with self._handle_lock.shared():
                 try:
@@ -165,7 +188,7 @@ class Environment:
                     pass  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
                     # the state on the disk could not be written: every use of this handle fails from now on
-                    self._is_broken = True
+                    self._is_open = False
                     if begun or has_panicked:
                         raise
                     has_panicked = True
@@ -218,27 +241,21 @@ class Environment:
     def _renew(self) -> None:
         """Open another handle in place of this one, and create another file if that one is gone."""
         with self._handle_lock.exclusive():
-            # first: an interrupt may come at any step
-            self._is_broken = True
-            self.env.close()
+            if not self.users:
+                raise refusals.closed(self.path)
+            self._close()
             self._open()
+
+    def _close(self) -> None:
+        # first: an interrupt may come at any step
+        self._is_open = False
+        with suppress(AttributeError):  # it was never open
+            self.env.close()
 
     def check(self) -> None:
         """Have a child process walk the file. Raises `CorruptError`."""
         with self.translated():
             require_sound(self.path / DATA)
-
-    def resize(self, map_size: int) -> None:
-        """Make the map at least this large. Raises `LocationError` if there is no memory for it."""
-        with self._handle_lock.exclusive():
-            former = self._map_size
-            if map_size > former:
-                try:
-                    self._map_size = map_size
-                    self._renew()
-                except BaseException:
-                    self._map_size = former
-                    raise
 
     def rewrite(self, *, erase: bool) -> int:
         """Put a copy of all rows in the place of the file; returns by how many bytes it is smaller.
@@ -249,7 +266,7 @@ class Environment:
         """
         file, old = self.path / DATA, self.path / OLD
         with self.translated(), self._handle_lock.exclusive():
-            if self._is_broken or not self._is_current():
+            if not (self._is_open and self._is_current()):
                 self._renew()
             before = file.stat()
             try:
@@ -257,8 +274,7 @@ class Environment:
                     self._remove_rests(erase=erase)
                     with TemporaryDirectory(dir=self.path, prefix=NEW) as directory:
                         self._copy(directory)
-                        self._is_broken = True
-                        self.env.close()
+                        self._close()
                         # so that it is found by the next attempt if this one is killed before it is overwritten
                         os.link(file, old)
                         # The other program that may have the old file open keeps its lock file: the numbers of
@@ -297,42 +313,49 @@ class Environment:
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def close(self) -> None:
-        """Close the handle once no transaction is open."""
+    def release(self, user: object) -> None:
+        """One user less; the last one closes the handle, once no transaction is open. A second call does nothing."""
+        with adding():
+            if user not in self.users:
+                return
+            self.users.discard(user)
+        if self.users:
+            return
         with self._handle_lock.exclusive():
-            self._is_broken = True
-            self.env.close()
-            self._checked.leave()
+            # nor is there another one by now
+            if not self.users:
+                is_written = self._is_open and not self._read_only
+                self._close()
+                self._checked.leave(is_sound=is_written)
+                self._identity, self._map_size, self._read_only = None, SMALLEST_MAP, True
+        with adding():
+            if not self.users and _environments.get(self.path) is self:
+                del _environments[self.path]
 
     def before_fork(self) -> None:
-        """Wait for the open transactions, and free the reader slots of those that have ended.
+        """Free the reader slots of transactions that have ended.
 
         py-lmdb frees the slot of a transaction only when nothing refers to it any more, as the variable of a ``with``
         block does for long. A child that closes the handle would free that slot, too, and it may be another view's in
         the parent by then: writers would reuse the pages which that one reads.
         """
-        self._handle_lock.acquire_exclusive(self)
-        if not self._is_broken:
+        if self._is_open:
             try:
                 # this ends them
                 self.env.set_mapsize(self.env.info()["map_size"])
             except lmdb.Error:
-                self._is_broken = True  # it cannot be used any more, and is opened again
-
-    def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive(self)
+                self._is_open = False  # it cannot be used any more, and is opened again
 
     def after_fork_in_child(self) -> None:
         """A child must not use its parent's handle; closed without a transaction, it takes nothing from the parent."""
-        _open.pop(self.path, None)
-        if self._handle_lock.is_exclusive(self):
-            self.env.close()
-        else:
+        if is_quiet():
+            self._close()
+        elif self._is_open:
             # interrupts kept the fork from waiting for the transactions of other threads
-            _abandoned.append(self.env)
+            abandon(self.env)
+        self._is_open = False
         self._checked.drop()
-        self._is_broken = True
-        self._handle_lock.renew()
+        self._identity = None
 
 
 def _create(path: Path) -> None:
@@ -369,39 +392,21 @@ def _overwrite(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-# handles of a parent process that must not be closed
-_abandoned: list[lmdb.Environment] = []
 # the environments of this process, by path
-_open: dict[Path, Environment] = {}
-_open_lock = ForkLock()
+_environments: dict[Path, Environment] = {}
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
-    """The environment at this path, opened if this process has not opened it yet. To be given back to `release`."""
+    """The environment at this path, opened if this process has not opened it yet; to be released by this user."""
     path = Path(os.path.realpath(path))  # that of pathlib raises for a link to itself
-    with _open_lock.held:
-        environment = _open.get(path)
-        if environment is not None and environment.read_only and not read_only and environment.users:
-            raise LocationError(f"{path} is open read-only in this process; close that store first")
-        if environment is not None and not environment.users:
-            # its last user was interrupted while it opened or closed it
-            environment.close()
-            environment = None
-        if environment is None:
-            environment = _open[path] = Environment(path, map_size, read_only)
-        elif not (environment.read_only or read_only):
-            # a reader does not decide how large the map may be
-            environment.resize(map_size)
+    with adding():
+        if path not in _environments:
+            _environments[path] = Environment(path)
+        environment = _environments[path]
         environment.users.add(user)
+    try:
+        environment.open(map_size, read_only=read_only)
+    except BaseException:
+        environment.release(user)
+        raise
     return environment
-
-
-def release(user: object) -> None:
-    """Give back the environment that a user has acquired, if any; the last user closes it."""
-    with _open_lock.held:
-        for environment in list(_open.values()):
-            if user in environment.users:
-                environment.users.discard(user)
-                if not environment.users:
-                    environment.close()
-                    _open.pop(environment.path, None)

@@ -6,7 +6,6 @@ server's reply may repeat credentials, and a URL may hold a signature.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from prefixstore.backends import refusals
+from prefixstore.backends.forks import abandon
 from prefixstore.backends.location import without_password
 from prefixstore.backends.objects.read_ahead import Arrived
 from prefixstore.errors import InvalidParameterError, LocationError, UnavailableError
@@ -165,8 +165,8 @@ class Client:
         self._store = None
 
     def inherited(self) -> None:
-        """In a forked child: what belongs to the parent is not destroyed either, also when the interpreter ends."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+        """In a forked child: what belongs to the parent is not destroyed either."""
+        abandon(self._store)
 
     def _require_no_fork(self) -> None:
         if Client._user != os.getpid():

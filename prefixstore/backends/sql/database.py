@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError
+from prefixstore.backends.forks import abandon
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.migrations import VERSION_TABLE
@@ -40,8 +41,6 @@ META, PAYLOADS, ROWS = TABLES = ("prefixstore_meta", "prefixstore_payloads", "pr
 PIECE_BYTES = 1 << 20
 # so many connections are kept open while they are not used
 IDLE = 5
-# those of a file that is gone, or of a parent: closing them would do harm
-_abandoned: list[deque[Any]] = []
 
 # SQLSTATE of PostgreSQL, or the beginning of one
 _STATES: tuple[tuple[str, type[StorageError]], ...] = (
@@ -265,7 +264,7 @@ class Database(Backend):
     def writing(self) -> Iterator[Any]:
         """A connection in a transaction, one at a time in this process; committed unless the block raises."""
         self.require_writable()
-        with self.connection() as driver, self._writing:
+        with self._writing, self.connection() as driver:
             self.begin(driver)
             yield driver
             driver.execute("COMMIT")
@@ -280,8 +279,8 @@ class Database(Backend):
         self.abandon_idle()
 
     def abandon_idle(self) -> None:
-        """Use the idle connections no more, but leave them open."""
-        _abandoned.append(self.idle)
+        """Use the idle connections no more, but leave them open: closing them would do harm."""
+        abandon(self.idle)
         self.idle = deque()
 
     def close_idle(self) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import absolute, make_directory, publish, sync_path
-from prefixstore.backends.forks import ForkLevel, ForkLock, HandleLock, register_at_fork
+from prefixstore.backends.forks import HandleLock, register_at_fork
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, parse_url, translate
@@ -50,9 +50,6 @@ OLDEST = (3, 35, 0)
 OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATION_ID}"
 WAL = "PRAGMA journal_mode=WAL"
 
-# held while a file is created, recognized or upgraded
-_opening = ForkLock()
-
 
 class SQLite(Database):
     """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
@@ -70,7 +67,7 @@ class SQLite(Database):
         self._identity: tuple[int, int] | None = None
         # how long the file was when a transaction began
         self._size = 0
-        register_at_fork(self, ForkLevel.HANDLE)
+        register_at_fork(self, self._handle_lock)
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -84,27 +81,26 @@ class SQLite(Database):
         self.require_head(revision)
 
     def revision(self) -> str | None:
-        with _opening.held:
-            if not self._exists():
-                return None
+        if not self._exists():
+            return None
+        with self._handle_lock.shared():
             recognize(self.path)
-            return super().revision()
+        return super().revision()
 
     def tables(self, driver: sqlite3.Connection) -> Collection[str]:
         return [name for (name,) in driver.execute("SELECT name FROM sqlite_master")]
 
     def upgrade(self) -> None:
-        with _opening.held:
-            if not self._exists():
-                with self.translated():
-                    tables = migrations.statements(None, self.DIALECT, self.location)
-                    create(self.path, [*OF_A_FILE, "BEGIN", *tables, "COMMIT", WAL])
-            if self.revision() != migrations.HEAD:
-                with self.writing() as driver:
-                    self.migrate(driver)
-            with self.connection() as driver:
-                # set when the file was created, unless something else has changed it
-                driver.execute(WAL).fetchall()
+        if not self._exists():
+            with self._handle_lock.shared(), self.translated():
+                tables = migrations.statements(None, self.DIALECT, self.location)
+                create(self.path, [*OF_A_FILE, "BEGIN", *tables, "COMMIT", WAL])
+        if self.revision() != migrations.HEAD:
+            with self.writing() as driver:
+                self.migrate(driver)
+        with self.connection() as driver:
+            # set when the file was created, unless something else has changed it
+            driver.execute(WAL).fetchall()
 
     def _exists(self) -> bool:
         """Whether there is a file, which can be read and trusted."""
@@ -181,9 +177,21 @@ class SQLite(Database):
 
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        self._follow_the_file()
-        with self._handle_lock.shared(), super().connection() as driver:
+        with self._used(), super().connection() as driver:
             yield driver
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        # who waits for the other writers does not use connections, but keeps the process from forking
+        with self._used(), super().writing() as driver:
+            yield driver
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        if not self._handle_lock.is_held:
+            self._follow_the_file()
+        with self._handle_lock.shared():
+            yield
 
     # -- the contract of a backend ------------------------------------------------------------------------------------
 
@@ -234,7 +242,7 @@ class SQLite(Database):
     def compact(self, *, erase: bool = False) -> int:
         """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
         self.require_writable()
-        with self.connection() as driver, self._writing:
+        with self._used(), self._writing, self.connection() as driver:
             before = self._found()[1]
             # the connection may have read before, and have waited less
             wait_for_locks(driver, BUSY_SECONDS)
@@ -252,17 +260,11 @@ class SQLite(Database):
             super().close()
 
     def before_fork(self) -> None:
-        """Close all connections, when none is used."""
-        self._handle_lock.acquire_exclusive(self)
         self.close_idle()
-
-    def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
         # there are some left only if interrupts kept the fork from closing them
         self.renew()
-        self._handle_lock.renew()
 
 
 def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
