@@ -52,8 +52,11 @@ class HandleLock:
     @property
     def is_held(self) -> bool:
         """Whether this thread holds it, shared or exclusive."""
-        me = caller().key
-        return me in _keys(self._inside) or me in _keys(self._alone)
+        return bool(self._inside or self._alone) and self._holds(caller())
+
+    def _holds(self, me: Caller, n_own: int = 0) -> bool:
+        """Whether this caller has more entries than its own one."""
+        return (_keys(self._inside) + _keys(self._alone)).count(me.key) > n_own
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -84,13 +87,12 @@ class HandleLock:
 
     def enter(self, entry: object) -> None:
         """Begin to hold it shared, under this name."""
-        is_held = self.is_held
-        self._inside[entry] = caller()
+        self._inside[entry] = me = caller()
         # a thread that waits to be alone comes first, or it would wait forever
-        while self._alone and not is_held:
+        while self._alone and not self._holds(me, n_own=1):
             self.leave(entry)
             _wait(lambda: not self._alone)
-            self._inside[entry] = caller()
+            self._inside[entry] = me
 
     def enter_alone(self, entry: object) -> None:
         """Begin to hold it exclusive."""

@@ -176,7 +176,7 @@ class Environment:
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
         begun = has_panicked = False
         while True:
-            if not self._handle_lock.is_held and not (self._is_open and self._is_current()):
+            if not (self._is_open and self._is_current()) and not self._handle_lock.is_held:
                 self._renew()
             with self._handle_lock.shared():
                 try:
