@@ -1,29 +1,18 @@
-"""llama-server behind ``prefixstore serve``, and alone.
-
-Each restart is one of the proxy and of llama-server. The proxy is the real command, in a process that is forked from
-one which has its modules: importing them takes longer than all the rest.
-"""
+"""llama-server behind ``prefixstore serve``, and alone. Each restart is one of the proxy and of llama-server."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
 from tests.models.python_door import N_PREDICT
 from tests.models.records import Answer, Settings
-from tests.support import ROOT, in_thread
 from tests.support.llama_server import binary, start
-from tests.support.served import END_SECONDS, Served
+from tests.support.served import launch
 
 __all__ = ["Server", "alone", "proxied"]
 
@@ -74,67 +63,11 @@ def alone(model: Path, settings: Settings, directory: Path) -> Iterator[Server]:
 @contextmanager
 def proxied(model: Path, settings: Settings, store: Path) -> Iterator[Server]:
     """``prefixstore serve`` on a store; at the end it is stopped, and has stored what is in the slots."""
-    log = store.with_name(f"{store.name}.log")
-    log.write_bytes(b"")  # it is read before the process has opened it
     command = [str(binary()), "-m", str(model), "--no-warmup", "-t", "1", "--threads-http", "4", *_options(settings)]
-    process = _Forked(log, ["serve", str(store), "--port", "0", "--", *command])
-    served = Served(cast("subprocess.Popen[bytes]", process), log)
+    served = launch(store.parent, store.name, [str(store), "--port", "0", "--", *command])
     try:
         served.wait_ready()
         yield Server(served.url)
         served.stop()
     finally:
         served.end()
-
-
-class _Forked:
-    """A process that runs the command: as much of `subprocess.Popen` as `Served` needs."""
-
-    _context = multiprocessing.get_context("forkserver")
-    _context.set_forkserver_preload(["tests.models.server_door", "prefixstore.cli", "prefixstore.server.serving"])
-
-    def __init__(self, log: Path, arguments: list[str]) -> None:
-        self._process = self._context.Process(target=_command, args=(str(log), arguments), daemon=True)
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        assert self.pid is not None
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("prefixstore serve", timeout or END_SECONDS)
-        return self._process.exitcode
-
-
-def _command(log: str, arguments: list[str]) -> None:
-    """Run the command in this process, which was just forked."""
-    from prefixstore.cli import main
-    from tests.support.timeouts import disable_timeouts
-
-    disable_timeouts()
-    in_thread(_end_with_parent)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.close(out)
-    os.chdir(ROOT)
-    sys.argv = ["prefixstore", *arguments]
-    sys.exit(main())
-
-
-def _end_with_parent() -> None:
-    """It does not outlive tests that are killed, and its llama-server does not outlive it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
