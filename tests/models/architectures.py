@@ -44,35 +44,21 @@ _SNAPSHOTS_ONLY = (Memory.COMPRESSED, Memory.HYBRID, Memory.HYBRID_WINDOW, Memor
 
 @dataclass(frozen=True)
 class Model:
-    """A model to generate.
+    """A model to generate."""
 
-    Attributes
-    ----------
-    name
-        Of the row: the architecture, unless there are several models of it.
-    arch
-        In llama.cpp.
-    memory
-        What it keeps of a prompt.
-    metadata
-        Of the GGUF, without the name of the architecture before each key.
-    known_as
-        What its users call it.
-    fails
-        Why it has no row: where llama.cpp itself fails, or what the model is instead of a decoder.
-    without
-        An optional tensor that it must not have.
-    is_unsteady
-        Whether llama.cpp itself, without a store, gives other answers if the same prompt is computed in other batches.
-    """
-
+    # of the row: the architecture, unless there are several models of it
     name: str
     arch: str
     memory: Memory
+    # without the name of the architecture before each key
     metadata: Mapping[str, Any]
+    # by its users
     known_as: str = ""
+    # why it has no row: where llama.cpp itself fails, or what the model is instead of a decoder
     fails: str = ""
+    # an optional tensor that it must not have
     without: str = ""
+    # llama.cpp itself, without a store, gives other answers if the same prompt is computed in other batches
     is_unsteady: bool = False
 
 
@@ -175,23 +161,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def model(
     name: str, memory: Memory, blocks: str = "attention", known_as: str = "", *, arch: str = "", **further: Any
 ) -> Model:
-    """A row.
-
-    Parameters
-    ----------
-    name
-        Of the row, and of the architecture if `arch` is not given.
-    memory
-        What it keeps of a prompt.
-    blocks
-        Names of `BLOCKS`, separated by a space; the later ones win.
-    known_as
-        What its users call it.
-    arch
-        The architecture.
-    **further
-        Further metadata, with ``__`` for a dot; ``fails``, ``without`` and ``is_unsteady``.
-    """
+    """A row: metadata of `BLOCKS` of these names (the later ones win), and further ones, with ``__`` for a dot."""
     metadata: dict[str, Any] = {}
     for block in blocks.split():
         metadata |= BLOCKS[block]

@@ -16,6 +16,7 @@ from prefixstore.testing import models as vocabulary
 from tests.models.architectures import Model
 from tests.models.weights import Weights
 from tests.support import PATIENCE, ROOT
+from tests.support.models import finish
 
 __all__ = ["CannotGenerateError", "generate"]
 
@@ -52,7 +53,7 @@ def generate(model: Model, directory: Path, *, seed: int = 0) -> Path:
         for name, shape in tensors.items():
             if not name.endswith(OPTIONAL) and not (model.without and model.without in name):
                 writer.add_tensor(name, weights.values(name, shape))
-        _finish(writer)
+        finish(writer)
         own.replace(path)
     finally:
         for left in directory.glob(f"{own.name}*"):
@@ -64,7 +65,7 @@ def _tensors(model: Model, metadata: Path, found: Path) -> dict[str, list[int]]:
     """What llama.cpp asks for."""
     writer = _writer(model, metadata)
     writer.add_tokenizer_model("no_vocab")
-    _finish(writer)
+    finish(writer)
     command = [sys.executable, "-m", "tests.models.discover", str(metadata), str(found)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE)
     if not found.exists():
@@ -90,10 +91,3 @@ def _writer(model: Model, path: Path) -> Any:
         else:
             writer.add_uint32(full, value)
     return writer
-
-
-def _finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -6,7 +6,6 @@ Each scenario starts from a copy of what the first process has stored, so that n
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -33,28 +32,17 @@ ACROSS = ("same", "other")
 
 @dataclass
 class Case:
-    """A model with settings, and what is known of it so far.
-
-    Attributes
-    ----------
-    model, path, settings
-        What is run.
-    directory
-        For stores and logs.
-    shorter
-        By what factor prompts are shorter; then there are fewer.
-    cold
-        The right answers, of the door that is tried, by scenario.
-    stores
-        What the first process of a door has stored.
-    """
+    """A model with settings, and what is known of it so far."""
 
     model: Model
     path: Path
     settings: Settings
     directory: Path
+    # by what factor prompts are shorter; then there are fewer
     shorter: int = 1
+    # the right answers of the door that is tried, by scenario
     cold: dict[str, Answer] = field(default_factory=dict)
+    # what the first process of a door has stored
     stores: dict[str, Path] = field(default_factory=dict)
 
     def row(self, door: str) -> Row:
@@ -122,12 +110,11 @@ def rows(
 
 def _row(work: Any, case: Case, door: str) -> Row:
     """A row, whatever happens."""
-    row, started = case.row(door), time.monotonic()
+    row = case.row(door)
     try:
         work(case, row)
     except (RuntimeError, ValueError, OSError, AssertionError, httpx.HTTPError, pytest.fail.Exception) as error:
         row.failed = f"{type(error).__name__}: {error}"
-    row.seconds = round(time.monotonic() - started, 1)
     return row
 
 

@@ -16,26 +16,17 @@ SYSTEM, USER, ASSISTANT, END = "<|im_start|>system\n", "<|im_start|>user\n", "<|
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts, each by what its user does.
+    """Prompts, each by what its user does."""
 
-    Attributes
-    ----------
-    first
-        A system prompt, a document and a question.
-    other
-        Another question on the same document.
-    third
-        One more, once a second prompt has shown where the document ends.
-    next
-        The next turn; it contains `ANSWER`.
-    edit
-        The first message of the user is replaced by another.
-    """
-
+    # a system prompt, a document and a question
     first: str
+    # another question on the same document
     other: str
+    # one more, once a second prompt has shown where the document ends
     third: str
+    # the next turn; it contains `ANSWER`
     next: str
+    # the first message of the user is replaced by another
     edit: str
 
 

@@ -69,24 +69,13 @@ def served(model: Path, settings: Settings, store: Path, prompts: Sequence[str])
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests of a state, and of the logits 100 tokens later.
-
-    Attributes
-    ----------
-    restored
-        How many tokens were restored.
-    state
-        Of the state.
-    logits
-        Of the logits after it.
-    beside
-        Of those after llama.cpp itself has restored these bytes into an empty context. It puts the rows of a window
-        into other cells than they were computed in, and then rounds in another order.
-    """
+    """How many tokens were restored, and digests of the state and of the logits 100 tokens later."""
 
     restored: int
     state: str
     logits: str
+    # of the logits after llama.cpp itself has restored these bytes into an empty context: it puts the rows of a window
+    # into other cells than they were computed in, and then rounds in another order
     beside: str
 
 

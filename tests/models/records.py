@@ -20,48 +20,28 @@ TIE = 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that both doors have.
+    """Settings that both doors have."""
 
-    Attributes
-    ----------
-    fa
-        Flash attention: ``on`` or ``off``.
-    kv
-        Type of K and V: ``f16`` or ``q8_0``.
-    swa_full
-        Whether a `Llama` keeps rows outside of the window. It does by default, and a server does not.
-    """
-
+    # flash attention: ``on`` or ``off``
     fa: str = "on"
+    # type of K and V: ``f16`` or ``q8_0``
     kv: str = "f16"
+    # whether a `Llama` keeps rows outside of the window; it does by default, and a server does not
     swa_full: bool = True
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer.
-
-    Attributes
-    ----------
-    tokens
-        Of the prompt.
-    ids
-        Of the answer.
-    text
-        Of the answer.
-    gaps
-        How far apart the best two candidates were, for each token.
-    computed
-        How many tokens of the prompt were computed.
-    note
-        Why nothing was restored.
-    """
+    """The tokens of a prompt, and those of its answer."""
 
     tokens: list[int]
     ids: list[int]
     text: str
+    # how far apart the best two candidates were, for each token
     gaps: list[float]
+    # how many tokens of the prompt were computed
     computed: int
+    # why nothing was restored
     note: str = ""
 
     def compared(self, right: Answer) -> str:
@@ -75,17 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prompt after a restart.
-
-    Attributes
-    ----------
-    computed, ideal
-        Tokens that were computed, and that were new.
-    answer
-        ``same``, ``tie`` or ``differs``.
-    note
-        Why nothing was restored.
-    """
+    """A prompt after a restart: tokens that were computed and that were new; the answer, as `Answer.compared` says."""
 
     computed: int
     ideal: int
@@ -102,37 +72,20 @@ def limit(memory: Memory, scenario: str, ideal: int) -> int:
 
 @dataclass
 class Row:
-    """A model through a door.
-
-    Attributes
-    ----------
-    name, memory
-        The model.
-    door
-        ``python``, ``server``, ``python to server`` or ``server to python``: who computed, and who restored.
-    settings
-        Of both.
-    n_tokens
-        Length of the first prompt.
-    outcomes
-        By scenario.
-    exact
-        Whether state and logits were those of a computation, bit for bit; None: not seen.
-    failed
-        What went wrong.
-    seconds
-        How long it took.
-    """
+    """A model through a door."""
 
     name: str
     memory: Memory
+    # ``python``, ``server``, ``python to server`` or ``server to python``: who computed, and who restored
     door: str
     settings: Settings = field(default_factory=Settings)
+    # of the first prompt
     n_tokens: int = 0
+    # by scenario
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    # whether state and logits were those of a computation, bit for bit; None: not seen
     exact: bool | None = None
     failed: str = ""
-    seconds: float = 0.0
 
     def is_reached(self, scenario: str) -> bool:
         """Whether no more was computed than may be, and the answer was right."""

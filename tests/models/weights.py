@@ -31,22 +31,12 @@ NORMALIZES = ("qwen3", "qwen3moe", "gemma3", "gemma4", "lfm2", "qwen3vl", "olmo2
 
 @dataclass
 class Weights:
-    """Makes values.
-
-    Parameters
-    ----------
-    model
-        The model.
-    words
-        Which rows of the vocabulary are words.
-    is_tied
-        Whether the embedding is the output, too.
-    rng
-        The source of all values.
-    """
+    """Makes values."""
 
     model: Model
+    # which rows of the vocabulary are
     words: np.ndarray[Any, np.dtype[np.bool_]]
+    # whether the embedding is the output, too
     is_tied: bool
     rng: np.random.Generator
 
