@@ -57,19 +57,11 @@ def interpreter(given: str | None = None) -> str | None:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The values: pages of one prompt, as LMCache's chunks.
+    """The values: pages of one prompt, as LMCache's chunks."""
 
-    Attributes
-    ----------
-    file
-        One chunk after another.
-    tokens
-        Of the prompt, whole pages.
-    layers, heads, head_dim, page_tokens
-        Of the model, and the length of a page.
-    """
-
+    # one chunk after another
     file: Path
+    # whole pages
     tokens: Sequence[int]
     layers: int
     heads: int
@@ -148,17 +140,7 @@ class Peer:
 
 
 class Ours:
-    """The same work by a location of ours, without a context: lookup, and verified pages in memory.
-
-    Parameters
-    ----------
-    url
-        The location, with the pages in it.
-    chunks
-        What they are called elsewhere.
-    pages, settings
-        What `put` writes, and the settings of its namespaces.
-    """
+    """The same work by a location of ours, without a context: lookup, and verified pages in memory."""
 
     def __init__(self, url: str, chunks: Chunks, pages: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> None:
         self._archive = Archive(url)

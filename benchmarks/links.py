@@ -32,17 +32,11 @@ _numbers = iter(range(1 << 14))
 
 @dataclass(frozen=True)
 class Link:
-    """A line to a server.
+    """A line to a server."""
 
-    Attributes
-    ----------
-    address
-        Where to connect to, ``host:port``.
-    kind
-        What the line is.
-    """
-
+    # where to connect to, ``host:port``
     address: str
+    # what it is made of
     kind: str
     process: subprocess.Popen[str]
 

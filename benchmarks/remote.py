@@ -72,20 +72,12 @@ SHARES = {"Valkey, socket": 0.25}
 
 @dataclass(frozen=True)
 class Place:
-    """A location.
-
-    Attributes
-    ----------
-    url
-        Of the location, without a proxy.
-    target
-        Where a proxy leads to, as `throttled` takes it; None for a location that is not reached through a line.
-    through
-        The location at another host and port.
-    """
+    """A location, without a line."""
 
     url: str
+    # where a line leads to, as `linked` takes it; None for a location that is not reached through one
     target: str | None = None
+    # its URL at another host and port
     through: Callable[[str], str] = str
 
 

@@ -22,23 +22,13 @@ ANSWER = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
-
-    Attributes
-    ----------
-    conversations
-        How many there are.
-    first, turn
-        Tokens of each at its beginning, and of each turn.
-    measured
-        Turns that are measured at most, for each way to serve them.
-    n_ctx
-        Length of the context.
-    """
+    """How much is measured."""
 
     conversations: tuple[int, ...] = (4, 16, 64)
+    # tokens of each at its beginning, and of each turn
     first: int = 400
     turn: int = 24
+    # turns at most, for each way to serve them
     measured: int = 32
     n_ctx: int = 8192
 

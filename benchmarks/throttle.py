@@ -31,17 +31,11 @@ Forward = Callable[[socket.socket, socket.socket], None]
 
 @dataclass(frozen=True)
 class Line:
-    """What a line can do.
+    """What a line can do."""
 
-    Attributes
-    ----------
-    bits
-        Per second, in each direction, for all connections together.
-    round_trip
-        Seconds that are added to a round trip, half of it in each direction.
-    """
-
+    # per second, in each direction, for all connections together
     bits: float
+    # seconds that are added to a round trip, half of it in each direction
     round_trip: float = 0.0
 
 
