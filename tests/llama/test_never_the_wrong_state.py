@@ -102,7 +102,9 @@ def test_a_digest_is_not_written_through_a_link_nor_missed_where_it_cannot_be_ke
         {"flash_attn": True},
         {"type_k": llama_cpp.GGML_TYPE_Q8_0},
         {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0},
-        {"kv_overrides": {"llama.rope.freq_base": 20000.0}},
+        # what the tokenizer does changes no state
+        {"kv_overrides": {"llama.rope.freq_base": 20000.0, "tokenizer.x": 5}},
+        {"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL},
     ],
     ids=",".join,
 )

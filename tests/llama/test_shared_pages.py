@@ -9,7 +9,6 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.llama.fingerprint import namespace_of
 from tests.support.models import answer, forget, load, prompt
 
 TOKENS = prompt(600)
@@ -112,19 +111,3 @@ def test_attention_in_several_streams_is_neither_stored_nor_restored(tmp_path, o
     with PrefixStore("memory:", namespace="n") as store:
         llm.set_cache(store)
         assert answer(llm, TOKENS, 1) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "setting", "differs"),
-    [
-        ("attention", ({}, {"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL}), {"attention_type"}),
-        ("attention", ({}, {"kv_overrides": {"llama.rope.freq_base": 2e4, "tokenizer.x": 5}}), {"kv_overrides"}),
-    ],
-    ids=["causality", "overrides"],
-)  # fmt: skip
-def test_settings_that_change_rows_or_their_layout_separate(opened, monkeypatch, kind, setting, differs):
-    monkeypatch.setitem(SETTINGS, "this", setting)
-    plain, changed = (
-        namespace_of(opened(kind, name), page_tokens=256, salt=None, label=None) for name in (None, "this")
-    )
-    assert plain.differences(changed).keys() == differs
