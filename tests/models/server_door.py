@@ -64,6 +64,8 @@ def alone(model: Path, settings: Settings, directory: Path) -> Iterator[Server]:
 def proxied(model: Path, settings: Settings, store: Path) -> Iterator[Server]:
     """``prefixstore serve`` on a store; at the end it is stopped, and has stored what is in the slots."""
     command = [str(binary()), "-m", str(model), "--no-warmup", "-t", "1", "--threads-http", "4", *_options(settings)]
+    # the address of an earlier one is in it
+    store.with_name(f"{store.name}.log").unlink(missing_ok=True)
     served = launch(store.parent, store.name, [str(store), "--port", "0", "--", *command])
     try:
         served.wait_ready()
