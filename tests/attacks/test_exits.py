@@ -86,14 +86,19 @@ ENDS = ["return", "exit", "exception", "os._exit", "SIGTERM", "SIGTERM handled",
 SPEEDS, LLMS = ["slow", "hangs"], ["alive", "collected", "collected with the store"]
 # each end, and each of the others with the ends that take another way through the exit of Python; at length, all
 CASES = [
-    *(("slow", end, "alive") for end in ENDS),
-    *(("slow", end, llm) for end in ("return", "SIGTERM handled") for llm in LLMS[1:]),
-    *(("hangs", end, "alive") for end in ("return", "SIGTERM handled", "closed at exit")),
-    ("hangs", "return", "collected with the store"),
+    *(("slow", end, "alive", "lmdb") for end in ENDS),
+    *(("slow", end, llm, "lmdb") for end in ("return", "SIGTERM handled") for llm in LLMS[1:]),
+    *(("hangs", end, "alive", "lmdb") for end in ("return", "SIGTERM handled", "closed at exit")),
+    ("hangs", "return", "collected with the store", "lmdb"),
 ]
+ALL = product(SPEEDS, ENDS, LLMS, ["lmdb"])
+# an executor does nothing any more when the store is closed then; a thread that evaluates does not keep the process
+OTHERS = [("slow", "return", "alive", "s3"), ("fast", "daemon", "alive", "lmdb")]
 
 
-def run(models, location, speed, end, llm):
+@pytest.mark.parametrize(("speed", "end", "llm", "scheme"), [*ALL, *OTHERS] if TORTURE > 1 else [*CASES, *OTHERS])
+def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, request, speed, end, llm, scheme):
+    location = place(scheme, tmp_path, request)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(models("llama")), location, speed, end, llm],
         cwd=ROOT,
@@ -104,13 +109,6 @@ def run(models, location, speed, end, llm):
         preexec_fn=default_signals,
     )
     assert done.stdout.startswith("ready\n"), done.stderr
-    return done
-
-
-@pytest.mark.parametrize(("speed", "end", "llm"), [*product(SPEEDS, ENDS, LLMS)] if TORTURE > 1 else CASES)
-def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, request, speed, end, llm):
-    location = place("lmdb", tmp_path, request)
-    done = run(models, location, speed, end, llm)
     assert done.returncode == CODES.get(end, 0), done.stderr
     noise = done.stderr
     if end == "exception":
@@ -125,20 +123,3 @@ def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, reque
         tokens = {page.tokens[:16] for page in archive.pages() if page.start == 0}
         # the flushed one, and all others if they could be written
         assert len(tokens) >= (4 if speed == "slow" and end not in AT_ONCE else 1)
-
-
-def test_what_waits_for_object_storage_is_written_before_the_process_ends(models, tmp_path, request):
-    """An executor does nothing any more when the store is closed then."""
-    location = place("s3", tmp_path, request)
-    done = run(models, location, "slow", "return", "alive")
-    assert (done.returncode, done.stderr) == (0, "")
-    with Archive(location) as archive:
-        assert len({page.tokens[:16] for page in archive.pages() if page.start == 0}) == 4
-
-
-def test_a_daemon_thread_that_evaluates_does_not_keep_the_process(models, tmp_path, request):
-    location = place("lmdb", tmp_path, request)
-    done = run(models, location, "fast", "daemon", "alive")
-    assert done.returncode == 0
-    with Archive(location) as archive:
-        assert archive.check() == []
