@@ -92,29 +92,6 @@ def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store):
     assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
 
 
-def test_generate_and_eval_work_with_restore_and_capture(llama, store):
-    tokens = prompt(900)
-    llm = llama()
-    # one token alone may be rounded in another way than within a batch
-    llm.eval(tokens[:899])
-    llm.eval(tokens[899:])
-    plain = state_bytes(llm)
-    store.attach(llm)
-    assert store.capture() == 0  # the store has not seen these tokens enter
-    llm.reset()
-    llm.eval(tokens)
-    assert store.capture() == 1  # full pages were taken on the way
-    store.flush()
-    forget(llm)
-    assert store.restore(tokens) == 899
-    llm.eval(tokens[899:])
-    assert state_bytes(llm) == plain
-    first = next(llm.generate(tokens, temp=0))
-    store.detach()
-    cold = llama()
-    assert next(cold.generate(tokens, temp=0)) == first
-
-
 def test_detach_leaves_the_llama_as_it_was(llama, store):
     llm, calls = llama(), []
     before, of_context = dict(vars(llm)), dict(vars(llm._ctx))

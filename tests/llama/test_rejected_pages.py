@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from contextlib import suppress
 
 import llama_cpp
@@ -17,7 +16,6 @@ from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
-from prefixstore.llama.kv_memory import ContextMemory
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
 from tests.support.models import answer, forget, load, logits, prompt, state_digest
@@ -78,29 +76,6 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
     victim.put()
     forget(victim.llm)
     assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-def test_a_page_that_is_verified_when_its_load_is_interrupted_does_not_count_as_live(victim, monkeypatch, error):
-    """A signal is handled when the C call returns; what is read ahead may have been verified by then."""
-    llm, real = victim.llm, ContextMemory._read
-    victim.put()
-    for n in range(1, 6):
-        calls = []
-
-        def read(*args, n=n, calls=calls):
-            calls.append(real(*args))
-            if len(calls) == n:
-                time.sleep(0.02)
-                raise error
-            return calls[-1]
-
-        forget(llm)
-        with monkeypatch.context() as patch, suppress(error):
-            patch.setattr(ContextMemory, "_read", staticmethod(read))
-            victim.store.restore([*TOKENS, 1], always=True)
-        assert victim.store._current.context.memory.end() == llm.n_tokens
-        assert [victim.answer_to(tokens) for tokens in (SHORT, TOKENS, OTHER)] == [victim.cold[i] for i in (1, 0, 2)]
 
 
 @pytest.mark.parametrize("where", [(PagedMemory, "load"), (PagedMemory, "cut"), (States, "verified")], ids=str)
@@ -175,20 +150,6 @@ def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
     assert state_digest(llm, 2 * PAGE) == expected
     assert store.stats().hits == before.hits + 1
     assert store.stats().tokens_restored - before.tokens_restored == PAGE - 9
-
-
-def test_good_pages_are_copied_once_while_they_are_verified(victim, together, monkeypatch):
-    loaded, real = [], PagedMemory.load
-    monkeypatch.setattr(PagedMemory, "load", lambda self, state: loaded.append(1) or real(self, state))
-    monkeypatch.setattr(PagedMemory, "discard", lambda self: pytest.fail("nothing is to be discarded"))
-    monkeypatch.setattr(source, "verify", lambda *args: pytest.fail("read along is faster"))
-    victim.put()
-    forget(victim.llm)
-    assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
-    assert len(loaded) == (1 if together else 5)
-
-
-# -- closing -----------------------------------------------------------------------------------------------------------
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

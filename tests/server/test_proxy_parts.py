@@ -457,26 +457,6 @@ def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(stuck: tuple[i
     with_slots(2, scene, store, erase)
 
 
-def test_requests_that_go_past_the_store_keep_their_own_slot():
-    """Those with a field that is not known: nobody else gets their rows, and they lose nothing by that."""
-    erase = Erase()
-
-    async def scene(manager: SlotManager) -> None:
-        async def passed(prompt: Any) -> Claim:
-            held = await manager.acquire(prompt, None, asks=False, trusts=True)
-            held.leaves = Rows.ALTERED
-            manager.release(held, Usage(0, len(prompt)), began=True)
-            return held
-
-        first, again = await passed(P60), await passed(P90)
-        assert (again.slot, again.slot.is_clean, erase.asked) == (first.slot, False, [])
-        both = [await manager.acquire(P90, None) for _ in range(2)]
-        assert all(held.slot.is_clean for held in both)
-        assert erase.asked == [first.slot.id]
-
-    with_slots(2, scene, erase=erase)
-
-
 def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_would_trust_its_own():
     """A slot that could not be emptied, and that its next request has not computed anything in."""
     erase = Erase(0)

@@ -19,7 +19,6 @@ from prefixstore.errors import (
     FullError,
     InvalidParameterError,
     ServerRefusedError,
-    ServerUnreachableError,
     UnavailableError,
 )
 from prefixstore.format.keys import PAGE, page_keys
