@@ -53,7 +53,7 @@ LAZY = {
     "diagnosis": {"llama_cpp"},
     "server": {"typing_extensions"},
     "server.python_server": {"prometheus_client"},
-    "cli": {"llama_cpp", "tokenizers"},
+    "cli": {"llama_cpp"},
     "testing": {"gguf", "tokenizers"},  # the extra "demo"
 }
 

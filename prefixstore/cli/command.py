@@ -144,7 +144,7 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
         size = settings.store.get(name)
         if size is not None and given.get(name, "") is None:
             given[name] = str(size)
-    wants_text = not has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
+    wants_text = not has_config and given.get("model", "") is None
     # a text is shown where it can be, so what is missing for it is no error
     if wants_text and settings.path and Path(settings.path).is_file():
         given["model"] = Path(settings.path)

@@ -131,14 +131,14 @@ def _facts(holding: Holding, names: Mapping[str, str]) -> dict[str, object]:
     }
 
 
-def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Path | None = None) -> Result:
+def show(location: str, digits: str, *, model: Path | None = None) -> Result:
     """Show one page, and whether its bytes are intact.
 
     Exit code 1: the page is damaged.
 
     Example: prefixstore show lmdb:///var/cache/kv 4f9c1b --model m.gguf
     """
-    words = text_of_tokens(model, tokenizer)
+    words = text_of_tokens(model)
     with Archive(location, read_only=True) as archive:
         with archive.view() as view:
             facts_of_all = read_facts(view)

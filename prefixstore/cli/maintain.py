@@ -273,7 +273,6 @@ def purge(
     page: str | None = None,
     prefix: str | None = None,
     model: Path | None = None,
-    tokenizer: Path | None = None,
     everything: bool = False,
     scrub: bool = True,
     dry_run: bool = False,
@@ -292,7 +291,7 @@ def purge(
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """
-    tokens = tokens_of_prefix(prefix, model, tokenizer)
+    tokens = tokens_of_prefix(prefix, model)
     if not everything and (namespace, salt, older_than, page, prefix) == (None,) * 5:
         raise InvalidParameterError(
             "no pages are selected; pass --namespace, --salt, --older-than, --page, --prefix or --everything"

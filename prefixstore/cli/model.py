@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefixstore.config import Config, load_config, model_file
-from prefixstore.errors import InvalidParameterError, MissingExtraError
+from prefixstore.errors import InvalidParameterError
 from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.report.labels import Words
 
@@ -50,38 +50,19 @@ def silence() -> None:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(path: Path) -> Any:
-    """The vocabulary in a tokenizer.json."""
-    try:
-        from tokenizers import Tokenizer  # noqa: PLC0415 - the extra "demo"
-    except ImportError as error:
-        raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
-    if not path.is_file():
-        raise InvalidParameterError(f"tokenizer file not found: {path}")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # it raises nothing narrower
-        raise InvalidParameterError(f"{path} is not a valid tokenizer.json: {error}") from error
-
-
-def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Words | None:
-    """The text of tokens, by the given tokenizer or model; None if neither is given."""
-    if tokenizer is not None:
-        decode = _tokenizer(tokenizer).decode
-        return lambda tokens: str(decode(list(tokens), skip_special_tokens=False))
+def text_of_tokens(model: Path | None) -> Words | None:
+    """The text of tokens, by the vocabulary of a model; None without one."""
     return None if model is None else Vocabulary(model_file(model)).text
 
 
-def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:
+def tokens_of_prefix(prefix: str | None, model: Path | None) -> list[int] | None:
     """The tokens of ``--prefix``; None if it is not given."""
     if prefix is None:
         return None
     if not prefix:
         raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
-    if tokenizer is not None:
-        return list(_tokenizer(tokenizer).encode(prefix).ids)
     if model is None:
-        raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
+        raise InvalidParameterError("--prefix needs --model, to convert the text to tokens")
     llm = open_model(Config().override(str(model)), tokenizer_only=True)
     try:
         return llm.tokenize(prefix.encode(), add_bos=True, special=True)

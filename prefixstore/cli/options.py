@@ -36,7 +36,6 @@ HELP = {
     "limit": ("N", "Show at most N."),
     "max_bytes": ("SIZE", "Size limit of the store, such as 20GiB."),
     "model": ("FILE", "Model file (GGUF)."),
-    "tokenizer": ("FILE", "A tokenizer.json, instead of a model."),
     "n_ctx": ("N", "Length of the context in tokens."),
     "config": ("FILE", "TOML file with [model], [store] and [warm], shared with servers; prefixstore init writes one."),
     "salt": ("TENANT", "Tenant: pages are shared only within one tenant."),
@@ -54,8 +53,8 @@ HELP = {
     "tree.older_than": ("AGE", "Only branches with pages not used for this long: 30d."),
     "purge.page": ("HASH", "Only one page and its descendants."),
     "export.page": ("HASH", "Only one page, with its ancestors and descendants."),
-    "prefix": ("TEXT", "Only sequences that begin with this text; needs --model or --tokenizer."),
-    "containing": ("TEXT", "Only sequences that contain this text; needs --model or --tokenizer."),
+    "prefix": ("TEXT", "Only sequences that begin with this text; needs --model."),
+    "containing": ("TEXT", "Only sequences that contain this text; needs --model."),
     "pinned": ("", "Only branches with pinned pages."),
     "everything": ("", "All pages of the store."),
     # use

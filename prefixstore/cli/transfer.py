@@ -38,7 +38,6 @@ def export(
     prefix: str | None = None,
     page: str | None = None,
     model: Path | None = None,
-    tokenizer: Path | None = None,
     dry_run: bool = False,
     yes: bool = False,
 ) -> Result | int:
@@ -53,7 +52,7 @@ def export(
     started = time.perf_counter()
     if out == STANDARD and not dry_run and sys.stdout.isatty():
         raise InvalidParameterError("--out - writes bytes to stdout, which is a terminal; redirect it, or pass a file")
-    tokens = tokens_of_prefix(prefix, model, tokenizer)
+    tokens = tokens_of_prefix(prefix, model)
     with Archive(location, read_only=True) as archive:
         where = archive.location
         namespaces = chosen_namespaces(archive, namespace, salt)

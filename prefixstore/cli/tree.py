@@ -47,7 +47,6 @@ def tree(
     namespace: str | None = None,
     salt: str | None = None,
     model: Path | None = None,
-    tokenizer: Path | None = None,
     containing: str | None = None,
     pinned: bool = False,
     older_than: str | None = None,
@@ -57,7 +56,7 @@ def tree(
 ) -> Result:
     """Show the stored prefixes as a tree.
 
-    A run of pages without a branch is one line. With a model or a tokenizer its text is shown, from where it differs
+    A run of pages without a branch is one line. With a model its text is shown, from where it differs
     from that of the sibling branches. --limit counts the branches after each page (in json: the pages).
     Exit code 1 with --containing: the text is not stored.
 
@@ -66,9 +65,9 @@ def tree(
     if sort is not None and sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
-    words = text_of_tokens(model, tokenizer)
+    words = text_of_tokens(model)
     if containing is not None and words is None:
-        raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
+        raise InvalidParameterError("--containing needs --model, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
         where, names, wanted = archive.location, archive.history().models, chosen_namespaces(archive, namespace, salt)
         with archive.view() as view:
@@ -196,13 +195,12 @@ def report(
     *,
     out: Path = Path("report.html"),
     model: Path | None = None,
-    tokenizer: Path | None = None,
     max_bytes: str | None = None,
     yes: bool = False,
 ) -> Result | int:
     """Write a page that shows a store: its tree and its use.
 
-    The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
+    The page is one file that needs no network. With a model it shows the text where prompts diverge;
     otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file. On a terminal
     it asks before it replaces a report; otherwise that needs --yes. A file that is no report is never replaced. Exit
     code 1: nothing was replaced.
@@ -211,13 +209,13 @@ def report(
     """
     if str(out) != STANDARD and is_replaced(out, (BEGIN.encode(),)) and not may_replace(out, yes=yes):
         return FAILED
-    words = text_of_tokens(model, tokenizer)
+    words = text_of_tokens(model)
     with Archive(location, read_only=True) as archive, archive.backend.view() as view:
         content = content_of(
             view,
             archive.location,
             words=words,
-            is_of=partial(_is_of, model if tokenizer is None else None),
+            is_of=partial(_is_of, model),
             max_bytes=options.max_bytes_of(max_bytes),
         )
     page = html_of(content).encode()
@@ -233,5 +231,5 @@ def report(
 
 
 def _is_of(model: Path | None, digest: str) -> bool:
-    """Whether a digest is that of this model. Of a tokenizer it is not known."""
+    """Whether a digest is that of this model."""
     return model is None or digest == "+".join(map(file_digest, model_parts(str(model))))

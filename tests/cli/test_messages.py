@@ -26,7 +26,7 @@ def store(tmp_path_factory):
         (2, "stats nonsense://x", "nonsense"),
         (2, "show {store} ffff", "{store}: no page begins with 'ffff'; prefixstore tree lists them"),
         (2, "purge {store}", "no pages are selected"),
-        (2, "tree {store} --containing x", "--containing needs --model or --tokenizer"),
+        (2, "tree {store} --containing x", "--containing needs --model"),
         (2, "verify {store}", "pass --model FILE or --config FILE"),
         (2, "copy {store} {store}", "source and target are the same location"),
         (2, "copy {store}", "pass LOCATION TARGET"),
