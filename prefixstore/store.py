@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prefixstore.backends.keys import Key
 from prefixstore.engine.miss import bypassing
 from prefixstore.errors import InvalidParameterError, NotAttachedError
-from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
+from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.llama.attached import AttachedStore
 from prefixstore.opening import Locations
 from prefixstore.parameters import Parameters
@@ -175,23 +175,20 @@ class PrefixStore(AttachedStore):
         *,
         max_bytes: int | str = "64MiB",
         block_tokens: int = 32,
-        text: bool = False,
     ) -> Recorder:
         """Record the requests to the store from now on, for ``prefixstore trace simulate``.
 
-        Hashes and lengths are recorded; text only on request. A store is recorded to one file at a time.
+        Hashes and lengths are recorded, and no text. A store is recorded to one file at a time.
         With the environment variable ``PREFIXSTORE_TRACE=FILE`` every store of a process is recorded.
 
         Parameters
         ----------
         path
-            The file, to which the trace is appended. With `text`, it gets mode 0600 even if it exists.
+            The file, to which the trace is appended; a new one has mode 0600.
         max_bytes
             Recording ends when the file has this size: bytes, or text such as ``"64MiB"``.
         block_tokens
             Tokens per hash: fewer make a trace more exact, and longer.
-        text
-            Whether to record the text of prompts as well, or their tokens if no Llama is attached.
 
         Returns
         -------
@@ -214,26 +211,18 @@ class PrefixStore(AttachedStore):
             "max_entries": parameters.budget.max_entries,
             "policy": parameters.policy.name,
         }
-        recorder = Recorder(
-            path, about, max_bytes=max_bytes, block_tokens=block_tokens, text=self._text_of if text else None
-        )
+        recorder = Recorder(path, about, max_bytes=max_bytes, block_tokens=block_tokens)
         before, self._engine.tap = self._engine.tap, recorder
         if isinstance(before, Recorder):
             before.close()
         return recorder
-
-    def _text_of(self, tokens: Tokens) -> str:
-        llm = self.llm
-        if llm is None:
-            return " ".join(map(str, tokens.tolist()))
-        return llm.detokenize(tokens.tolist(), special=True).decode("utf-8", "replace")
 
     def _trace_as_told(self) -> None:
         """Record if the environment says so; a file that cannot be written must not keep a server from starting."""
         path = os.environ.get("PREFIXSTORE_TRACE")
         if path:
             try:
-                self.trace(path, text=bool(os.environ.get("PREFIXSTORE_TRACE_TEXT")))
+                self.trace(path)
             except InvalidParameterError as error:
                 log.warning("nothing is recorded: %s", error)
 

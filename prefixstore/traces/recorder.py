@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 import threading
 import time
 from bisect import bisect_left
@@ -19,7 +18,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, page_key
 from prefixstore.units import parse_bytes, shown
 
-__all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder", "make_private"]
+__all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder"]
 
 log = logging.getLogger("prefixstore")
 
@@ -47,15 +46,13 @@ class Recorder(AbstractContextManager["Recorder"]):
     Parameters
     ----------
     path
-        The file; it is created with mode 0600, or appended to. With `text`, a file that exists gets mode 0600 too.
+        The file; it is created with mode 0600, or appended to.
     about
         Parameters of the store, for the first line.
     max_bytes
         Recording ends when the file is that long.
     block_tokens
         Tokens that have one hash: fewer are more exact, and take more space.
-    text
-        Turns tokens into the text to be recorded beside their hashes; by default no text is.
 
     Raises
     ------
@@ -70,7 +67,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         *,
         max_bytes: int | str = MAX_BYTES,
         block_tokens: int = BLOCK_TOKENS,
-        text: Callable[[Tokens], str] | None = None,
     ) -> None:
         if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
             raise InvalidParameterError(f"block_tokens={shown(block_tokens)} must be an integer of at least 1")
@@ -80,7 +76,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             raise InvalidParameterError(f"path={shown(path)} must be the path of a file") from None
         self._left = parse_bytes(max_bytes, "max_bytes")
         self._block = block_tokens
-        self._text = text
         self._lock = threading.Lock()
         # by whom they were looked up: another thread does the work
         self._asked: dict[object, dict[bytes, tuple[Tokens, int, int]]] = {}
@@ -92,8 +87,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             # a pipe that nobody reads must not keep a completion waiting
             self._file = os.open(self.path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
             self._is_open = True
-            if text is not None:
-                make_private(self._file)
             if size := os.fstat(self._file).st_size:
                 # a kill or a full disk may have cut the last line
                 os.write(self._file, b"\n")
@@ -170,15 +163,11 @@ class Recorder(AbstractContextManager["Recorder"]):
             names += self._names(parent, piece, page_tokens)
             parent = page_key(parent, piece)
         line = self._line(namespace, names, None)
-        n_known = len(names) - len(line["hash_ids"])
         line |= {
             "input_length": n_tokens,
             "hit_length": max(min(n_matched, n_tokens - 1), 0),
             "page_tokens": page_tokens,
         }
-        if self._text is not None:
-            # what is not written yet, from a token that both have
-            line["text"] = self._text(tokens[self._end(n_known, page_tokens) :])
         self._write(line, names)
 
     def _record_page(self, page: Page) -> None:
@@ -195,11 +184,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         n, full = len(tokens) // TOKEN_BYTES, page_tokens
         ends = [end for end in [*range(self._block, full, self._block), full] if end <= n]
         return [page_key(parent, tokens[: end * TOKEN_BYTES]) for end in ends]
-
-    def _end(self, n_blocks: int, page_tokens: int) -> int:
-        """Where so many blocks end, in tokens."""
-        of_page = -(-page_tokens // self._block)
-        return n_blocks // of_page * page_tokens + n_blocks % of_page * self._block
 
     def _line(self, namespace: bytes, names: Sequence[bytes], parent: bytes | None) -> dict[str, Any]:
         """A line with the blocks after those that the file has already."""
@@ -233,16 +217,3 @@ class Recorder(AbstractContextManager["Recorder"]):
             if len(self._known) > REMEMBERED:
                 self._known.clear()
             self._known.update(names)
-
-
-def make_private(file: int) -> None:
-    """Remove access of other accounts to an open file; a pipe or a device is left unchanged.
-
-    Raises
-    ------
-    OSError
-        If others can read the file, and it belongs to another account.
-    """
-    mode = os.fstat(file).st_mode
-    if stat.S_ISREG(mode) and mode & 0o077 and hasattr(os, "fchmod"):
-        os.fchmod(file, 0o600)

@@ -200,10 +200,7 @@ def test_what_a_program_asks_is_recorded_and_found_by_a_replay(models, tmp_path,
         "    for i in range(3): llm([400 + i % 2, *range(500, 600)], max_tokens=1)"
     )
     command = [sys.executable, "-c", code, models("llama"), tmp_path / "kv"]
-    # others could read it before
-    out.write_text('{"prefixstore_trace":1,"block_tokens":32}\n')
-    out.chmod(0o644)
-    environment = os.environ | {"PREFIXSTORE_TRACE": str(out), "PREFIXSTORE_TRACE_TEXT": "1"}
+    environment = os.environ | {"PREFIXSTORE_TRACE": str(out)}
     subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stderr=subprocess.DEVNULL, env=environment)
     assert out.stat().st_mode & 0o777 == 0o600
     found = json.loads(run("simulate", out, "--json")[1])
