@@ -8,18 +8,22 @@ only). A block is a hit only if all blocks before it are hits.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from benchmarks.rivals import RIVALS
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.replay import Belady, Blockwise, InEngine
+from prefixstore.traces.replay import InEngine
 
 Prompts: TypeAlias = "list[list[int]]"
 
 CAPACITIES = ["0.01", "0.03", "0.1", "0.3"]
+# entries of a heap that may be out of date, beyond as many as are true
+SLACK = 1024
 # the engine's policies except `priority`: a trace has no priorities
 OURS = ["lru", "lfu", "longest_first", "adaptive"]
 
@@ -36,6 +40,61 @@ class Cache(Protocol):
 
     def request(self, blocks: Sequence[int]) -> int:
         """How many of the first blocks are in the cache; then all of them are added."""
+
+
+class Blockwise:
+    """A cache of blocks that knows nothing of prompts: each block is looked up by itself."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.written = 0
+
+    def request(self, blocks: Collection[int]) -> int:
+        """How many of the first blocks are in the cache; then all of them are added."""
+        found = [self.access(block) for block in blocks]
+        self.written += found.count(False)
+        return found.index(False) if False in found else len(found)
+
+    def access(self, block: int) -> bool:
+        """Whether a block is in the cache; from now on it is."""
+        raise NotImplementedError
+
+
+class Belady(Blockwise):
+    """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound.
+
+    `prompts` are all that will be requested, in order.
+    """
+
+    def __init__(self, capacity: int, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(capacity)
+        at = never = sum(map(len, prompts))
+        after: dict[int, int] = {}
+        self._next = array("q", [never]) * never
+        for prompt in reversed(prompts):
+            for block in reversed(prompt):
+                at -= 1
+                self._next[at] = after.get(block, never)
+                after[block] = at
+        # by block; as in the heap, which also has entries that are no longer true
+        self._here: dict[int, tuple[int, int]] = {}
+        self._order: list[tuple[int, int, int]] = []
+        self._now = -1
+
+    def access(self, block: int) -> bool:
+        """Whether a block is in the cache."""
+        self._now += 1
+        hit = block in self._here
+        rank = self._here[block] = -self._next[self._now], -self._now
+        heappush(self._order, (*rank, block))
+        while len(self._here) > self.capacity:
+            *popped, last = heappop(self._order)
+            if self._here.get(last) == tuple(popped):
+                del self._here[last]
+        if len(self._order) > 2 * len(self._here) + SLACK:
+            self._order = [(*each, one) for one, each in self._here.items()]
+            heapify(self._order)
+        return hit
 
 
 class S3Fifo(Blockwise):

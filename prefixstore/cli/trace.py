@@ -12,7 +12,7 @@ from prefixstore.cli.output import fields, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.traces.read import Trace, read_trace
-from prefixstore.traces.replay import BELADY, Curve, pages_in, simulate
+from prefixstore.traces.replay import Curve, pages_in, simulate
 from prefixstore.units import counted, format_bytes, format_share
 
 __all__ = ["simulate_"]
@@ -31,9 +31,8 @@ def simulate_(
 ) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
-    Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are shares of all that was
-    asked, and once and twice the budget, that is --max-bytes, --pages, or the recorded one. The rate of the store that
-    was recorded is shown too.
+    Policies run in the real engine. Sizes are shares of all that was asked, and once and twice the budget, that is
+    --max-bytes, --pages, or the recorded one. The rate of the store that was recorded is shown too.
 
     Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB
     """
@@ -84,9 +83,9 @@ def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
 
 def _policies(given: list[str] | None) -> list[str]:
     names = list(dict.fromkeys(given or DEFAULTS))
-    if unknown := [name for name in names if name not in POLICIES and name != BELADY]:
+    if unknown := [name for name in names if name not in POLICIES]:
         raise InvalidParameterError(f"--policy {unknown[0]} is unknown; known are {', '.join(POLICIES)}")
-    return [name for name in names if name != BELADY] or list(DEFAULTS)
+    return names
 
 
 def _unit(read: Trace) -> str:

@@ -1,12 +1,10 @@
-"""Replays traces in the real engine, and by Belady's algorithm, the upper bound: at one size, or several."""
+"""Replays traces in the real engine: at one size, or several."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +25,7 @@ from prefixstore.traces.read import Event, Trace
 from prefixstore.units import shown
 
 __all__ = [
-    "BELADY",
     "NAMESPACE",
-    "Belady",
-    "Blockwise",
     "Curve",
     "InEngine",
     "Replayed",
@@ -40,9 +35,6 @@ __all__ = [
 ]
 
 NAMESPACE = namespace_key(b"a trace replayed")
-BELADY = "belady"
-# entries of a heap that may be out of date, beyond as many as are true
-SLACK = 1024
 
 # sizes, as shares of what all pages of the trace take
 SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -126,66 +118,6 @@ class InEngine(AbstractContextManager["InEngine"]):
         self.written += self._engine.commit(batch)
 
 
-class Blockwise:
-    """A cache of blocks that knows nothing of prompts: each block is looked up by itself."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.written = 0
-
-    def request(self, blocks: Collection[int]) -> int:
-        """How many of the first blocks are in the cache; then all of them are added."""
-        found = [self.access(block) for block in blocks]
-        self.written += found.count(False)
-        return found.index(False) if False in found else len(found)
-
-    def access(self, block: int) -> bool:
-        """Whether a block is in the cache; from now on it is."""
-        raise NotImplementedError
-
-
-class Belady(Blockwise):
-    """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound.
-
-    `prompts` are all that will be requested, in order. Of those that are not needed (by default all are), the blocks
-    can only be kept from then on.
-    """
-
-    def __init__(
-        self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
-    ) -> None:
-        super().__init__(capacity)
-        at = never = sum(map(len, prompts))
-        after: dict[int, int] = {}
-        self._next = array("q", [never]) * never
-        for i in range(len(prompts) - 1, -1, -1):
-            is_needed = are_needed is None or are_needed[i]
-            for block in reversed(prompts[i]):
-                at -= 1
-                self._next[at] = after.get(block, never)
-                if is_needed:
-                    after[block] = at
-        # by block; as in the heap, which also has entries that are no longer true
-        self._here: dict[int, tuple[int, int]] = {}
-        self._order: list[tuple[int, int, int]] = []
-        self._now = -1
-
-    def access(self, block: int) -> bool:
-        """Whether a block is in the cache."""
-        self._now += 1
-        hit = block in self._here
-        rank = self._here[block] = -self._next[self._now], -self._now
-        heappush(self._order, (*rank, block))
-        while len(self._here) > self.capacity:
-            *popped, last = heappop(self._order)
-            if self._here.get(last) == tuple(popped):
-                del self._here[last]
-        if len(self._order) > 2 * len(self._here) + SLACK:
-            self._order = [(*each, one) for one, each in self._here.items()]
-            heapify(self._order)
-        return hit
-
-
 class Replayed(NamedTuple):
     """What a replay has found; blocks in place of tokens, in traces that do not say how long those are."""
 
@@ -201,13 +133,7 @@ class Replayed(NamedTuple):
 
 
 def replay(trace: Trace, policy: str, pages: int) -> Replayed:
-    """Replay a trace in a store of so many pages, at least 1.
-
-    The policy is one of the engine, or ``"belady"``, which knows the future and evicts single blocks, even such as
-    others depend on: no policy can do better.
-    """
-    if policy == BELADY:
-        return _in_belady(trace, max(pages, 1))
+    """Replay a trace in a store of so many pages, at least 1, with a policy of the engine."""
     least = int(trace.about.get("min_tokens") or 0)
     hits = hit_tokens = 0
     with InEngine(policy, max(pages, 1)) as cache:
@@ -226,33 +152,13 @@ def replay(trace: Trace, policy: str, pages: int) -> Replayed:
                 cache.store(blocks, namespace=_key(event), page=event.page_blocks)
             hits += n > 0
             hit_tokens += trace.tokens_of(event, n)
-    return _result(trace, hits, hit_tokens)
+    requests = trace.requests
+    tokens = sum(event.n_tokens if trace.is_ours else len(event.blocks) for event in requests)
+    return Replayed(len(requests), hits, tokens, hit_tokens)
 
 
 def _key(event: Event) -> bytes:
     return namespace_key(event.namespace.encode("utf-8", "surrogatepass"))
-
-
-def _in_belady(trace: Trace, pages: int) -> Replayed:
-    # of a page that is stored, its own blocks
-    wanted = [event.blocks if event.is_request else event.blocks[-event.page_blocks :] for event in trace.events]
-    of_page = max((event.page_blocks for event in trace.events), default=1)
-    cache = Belady(pages * of_page, wanted, [event.is_request for event in trace.events])
-    hits = hit_tokens = 0
-    for event, blocks in zip(trace.events, wanted, strict=True):
-        n = cache.request(blocks)
-        if event.is_request:
-            if trace.is_ours:
-                n = min(n, trace.blocks_of(event, event.n_tokens - 1))
-            hits += n > 0
-            hit_tokens += trace.tokens_of(event, n)
-    return _result(trace, hits, hit_tokens)
-
-
-def _result(trace: Trace, hits: int, hit_tokens: int) -> Replayed:
-    requests = trace.requests
-    tokens = sum(event.n_tokens if trace.is_ours else len(event.blocks) for event in requests)
-    return Replayed(len(requests), hits, tokens, hit_tokens)
 
 
 # -- at several sizes -------------------------------------------------------------------------------------------------
@@ -306,12 +212,12 @@ def simulate(
     policies: Sequence[str],
     budget: int | None = None,
 ) -> Curve:
-    """Replay a trace at several sizes, with Belady's algorithm beside the policies.
+    """Replay a trace at several sizes.
 
     Sizes are shares of all pages of the trace, the budget (in pages; by default a tenth), and twice as much.
     """
     total = max(trace.pages, 1)
     budget = budget or max(round(0.1 * total), 1)
     sizes = tuple(sorted({max(round(share * total), 1) for share in SHARES} | {budget, 2 * budget}))
-    found = {policy: tuple(replay(trace, policy, size) for size in sizes) for policy in [*policies, BELADY]}
+    found = {policy: tuple(replay(trace, policy, size) for size in sizes) for policy in policies}
     return Curve(sizes, found, budget, total, trace.page_bytes)

@@ -74,7 +74,6 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
     assert replayed.tokens == sum(n for n, _ in found)
     assert replayed.hit_tokens == sum(hit for _, hit in found)
     assert replayed.hits == sum(hit > 0 for _, hit in found)
-    assert replayed.hit_tokens <= replay(trace, "belady", max_entries).hit_tokens
 
 
 def test_hashes_and_lengths_are_recorded_and_no_text(llm, tmp_path):

@@ -14,12 +14,8 @@ import pytest
 
 from prefixstore import InvalidParameterError
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.replay import Belady, pages_in, replay, simulate
+from prefixstore.traces.replay import pages_in, replay, simulate
 from tests.support import ROOT
-
-
-def requests(cache, prompts):
-    return [cache.request(prompt) for prompt in prompts]
 
 
 def written(path, prompts, *, packed=False):
@@ -107,7 +103,6 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     lines = [request(["a", "b", "c", "d"], 15, page_tokens=10), stored(["a", "b", "c"], 10)] * 2
     trace = ours(tmp_path / "t", lines)
     assert replay(trace, "lru", 10).hit_tokens == 10
-    assert replay(trace, "belady", 10).hit_tokens == 14
     for least, hits in ((10, 1), (11, 0)):
         assert replay(ours(tmp_path / "t", lines, min_tokens=least), "lru", 10).hits == hits
     # not the last token of a prompt
@@ -115,19 +110,12 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     assert replay(ours(tmp_path / "t", whole), "lru", 10).hit_tokens == 8
 
 
-def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
-    prompts = [[1], [2], [3], [2], [1]]
-    assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
-
-
 @pytest.mark.slow
-def test_more_room_finds_more_and_belady_most(trace):
+def test_more_room_finds_more(trace):
     found = simulate(read_trace(trace), ["lru", "adaptive"], 20)
     assert found.budget == 20
     assert {20, 40} <= set(found.sizes)
     for policy in ("lru", "adaptive"):
-        rates = [one.rate for one in found.found[policy]]
-        assert all(rate <= best.rate for rate, best in zip(rates, found.found["belady"], strict=True))
         assert found.gain(policy) == found.found[policy][found.sizes.index(40)].hit_tokens - (
             found.found[policy][found.sizes.index(20)].hit_tokens
         )
@@ -143,14 +131,13 @@ def test_simulate_prints_a_table_and_json(trace, run):
     code, out, err = run("simulate", trace, "--pages", 20)
     assert (code, err) == (0, "")
     assert "adaptive: twice the budget (40 pages) finds" in out
-    assert "belady" in out
     code, out, _ = run("simulate", trace, "--pages", 10**6)
     assert (code, "1,000,000 pages" in out, "twice" in out) == (0, True, False)
     assert "the budget holds all pages of the trace" in out
     found = json.loads(run("simulate", trace, "--pages", 10**6, "--json")[1])
     assert (found["budget_pages"], set(found["twice_the_budget_wins"].values())) == (10**6, {0})
     found = json.loads(run("simulate", trace, "--json")[1])
-    assert set(found["rates"]) == {"adaptive", "lru", "belady"}
+    assert set(found["rates"]) == {"adaptive", "lru"}
     assert found["twice_the_budget_wins"]["lru"] >= 0
 
 
@@ -175,7 +162,7 @@ def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, val
     damaged = (one if name in one else page) | {name: value}
     trace = ours(tmp_path / "t", [one, page, damaged])
     assert (len(trace.events), trace.skipped) == (2, 1)
-    assert [replay(trace, policy, 3).requests for policy in ("lru", "belady")] == [1, 1]
+    assert replay(trace, "lru", 3).requests == 1
 
 
 @pytest.mark.parametrize(
