@@ -18,14 +18,6 @@ from prefixstore import PrefixStore
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 ROUNDS = 9
 CODECS = ("raw", "auto")
-NAMES = {
-    "memcpy": "memcpy",
-    "limit": "one `set_data`",
-    "raw": "prefixstore, LMDB, raw",
-    "auto": "prefixstore, LMDB, auto",
-    "load_file": "`llama_state_load_file`",
-    "load_state": "`Llama.load_state`",
-}
 
 
 def works_for(
