@@ -428,21 +428,6 @@ def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
         assert slots.find(tokens, salt="c").n_tokens == 0
 
 
-def test_a_server_that_is_down_is_an_error_and_comes_back(
-    models: Callable[..., Path], llama_server: Callable[..., Running]
-):
-    running = llama_server(models("llama", n_head=2))
-    with served(running) as (slots, tokens):
-        running.process.kill()
-        running.process.wait()
-        with pytest.raises(ServerUnreachableError):
-            slots.restore(0, tokens)
-        with pytest.raises(ServerUnreachableError):
-            slots.save(0)
-        assert slots.find(tokens).n_tokens == N
-        assert left_behind(running) == []
-
-
 @pytest.mark.parametrize(("mode", "n_warnings"), [(0o700, 0), (0o1777, 0), (0o777, 1)])
 def test_a_slot_directory_in_which_all_can_replace_files_is_warned_of(
     mode: int, n_warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
