@@ -25,7 +25,6 @@ from benchmarks import (
     sessions,
     sweep,
     teams,
-    transfer,
     warming,
 )
 from benchmarks.tables import paragraph
@@ -52,7 +51,6 @@ BENCHMARKS: dict[str, Any] = {
     "scale": scale,
     "servers": servers,
     "teams": teams,
-    "transfer": transfer,
 }
 
 
