@@ -17,7 +17,6 @@ from prefixstore.llama.attached import AttachedStore
 from prefixstore.opening import Locations
 from prefixstore.parameters import Parameters
 from prefixstore.results import Match
-from prefixstore.units import shown
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -339,41 +338,3 @@ class PrefixStore(AttachedStore):
         ...     llm.create_chat_completion(private_messages)
         """
         return bypassing(self._engine)
-
-    def boundary(self, *prefixes: PromptLike | int, llm: Llama | None = None) -> AbstractContextManager[None]:
-        """Let prompts in the block be resumable after these prefixes, such as a document that several questions follow.
-
-        This is for models whose memory cannot step back (recurrent and hybrid ones), which are resumed only where a
-        snapshot was taken. The end of the system prompt, of documents before the question, and of what two prompts had
-        in common are found without it. Other models are resumed anywhere. The block applies as that of `bypass` does.
-
-        Parameters
-        ----------
-        prefixes
-            Each is a number of tokens, or what prompts begin with: text, token ids, or ``{"messages": [...]}``.
-            In the prompt the last message may go on.
-        llm
-            The Llama that makes tokens of it; the attached one by default.
-
-        Examples
-        --------
-        >>> with store.boundary({"messages": [rules, {"role": "user", "content": document}]}):  # doctest: +SKIP
-        ...     llm.create_chat_completion([rules, {"role": "user", "content": document + question}])
-
-        Raises
-        ------
-        NotAttachedError
-            If there is no Llama.
-        InvalidParameterError
-            If a prefix is not valid.
-        """
-        from prefixstore.diagnosis.explain import tokens_of  # noqa: PLC0415 - imported where it is used
-        from prefixstore.models.boundaries import asking_for  # noqa: PLC0415 - imported where it is used
-
-        lengths = [prefix for prefix in prefixes if isinstance(prefix, int)]
-        for n in lengths:
-            if isinstance(n, bool) or n < 1:
-                raise InvalidParameterError(f"boundary({shown(n)}): a number of tokens has to be at least 1")
-        others = [prefix for prefix in prefixes if not isinstance(prefix, int)]
-        texts = [tokens_of(self.hook_of(llm).llm, prefix, generation_prompt=False) for prefix in others]
-        return asking_for([*lengths, *texts])

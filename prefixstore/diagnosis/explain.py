@@ -113,10 +113,7 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
     reason = _reason(place, tokens, shared, matched, fork, evicted, others)
     notes = [note] if note else []
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
-        note = f"{n_shared:,} tokens are the same; this model resumes only at its snapshots."
-        if n_shared - matched.n_tokens >= place.min_tokens:
-            note += f" If prompts often part there, name that place: store.boundary({n_shared})."
-        notes.insert(0, note)
+        notes.insert(0, f"{n_shared:,} tokens are the same; this model resumes only at its snapshots.")
     if 0 < matched.n_tokens < place.min_tokens and reason not in ("short", "unsupported"):
         notes.insert(0, f"Matches of fewer than min_tokens={place.min_tokens} tokens are not restored.")
     return Explanation(

@@ -27,7 +27,7 @@ from prefixstore.llama.kv_memory import PARTIAL, WHOLE
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.strategy import Strategy
-from prefixstore.models.boundaries import explicit_boundaries, prompt_boundaries
+from prefixstore.models.boundaries import prompt_boundaries
 
 __all__ = ["SnapshotStrategy"]
 
@@ -98,7 +98,6 @@ class SnapshotStrategy(Strategy):
             self._token_kind,
             min_tokens=parameters.min_tokens,
             min_gap=min(MIN_GAP, interval),
-            explicit=explicit_boundaries(prompt),
         )
         # these stay when snapshots are thinned, also those that a restored prompt has already
         self._valued = found(most=parameters.max_snapshots // 2 + 1)[:-1]

@@ -12,18 +12,14 @@ import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
-from prefixstore.format.keys import Tokens, common_prefix
+from prefixstore.format.keys import Tokens
 from prefixstore.models.vocabulary import Vocabulary
 
 __all__ = [
     "TokenKind",
-    "asking_for",
-    "explicit_boundaries",
     "kinds_of_vocabulary",
     "message_starts",
     "prompt_boundaries",
@@ -43,9 +39,6 @@ ENDS = frozenset(
     _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[
     """.split()  # noqa: SIM905 - to be read at a glance
 )
-
-# the prefixes after which the running code asks for snapshots; each thread and each asyncio task has its own
-_asked: ContextVar[tuple[int | Tokens, ...]] = ContextVar("prefixstore_boundaries", default=())
 
 
 @dataclass(frozen=True)
@@ -148,30 +141,6 @@ def prompt_boundaries(
         paragraphs = [n for n, breaks in lines if breaks > 1]
         choose(_at_intervals((starts, paragraphs), start, last, spaced), max(spaced // 2, min_gap), spaced // 2)
     return sorted({*chosen, last} if last > start and last >= min_tokens else chosen)
-
-
-@contextmanager
-def asking_for(prefixes: Sequence[int | Tokens]) -> Iterator[None]:
-    """Have the prompts in the block stop after these prefixes: see `PrefixStore.boundary`."""
-    before = _asked.set((*_asked.get(), *prefixes))
-    try:
-        yield
-    finally:
-        _asked.reset(before)
-
-
-def explicit_boundaries(prompt: Tokens) -> list[int]:
-    """Where the running code has asked for a snapshot of this prompt.
-
-    Of a prefix of tokens the last few may differ: a template writes something after the last message, and the tokenizer
-    may join the end of a text with what follows.
-    """
-    found: list[int] = []
-    for prefix in _asked.get():
-        n = prefix if isinstance(prefix, int) else common_prefix(prompt, prefix)
-        if isinstance(prefix, int) or len(prefix) - n <= HEADER_TOKENS:
-            found.append(n)
-    return found
 
 
 def kinds_of_vocabulary(path: str | os.PathLike[str]) -> Callable[[int], TokenKind]:

@@ -8,11 +8,10 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.errors import CorruptError, InvalidParameterError
-from prefixstore.format.keys import as_tokens, common_prefix
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import checksum
 from prefixstore.llama import snapshots, strategy
-from prefixstore.warming.tokens import chat_tokens
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 KINDS = {"mamba": "snapshots", "lfm2": "pages and snapshots"}
@@ -67,36 +66,6 @@ def test_a_context_that_is_past_the_prompt_is_restored_to_it(llama, store, arch)
 
 def asked(question: str, document: str) -> list[dict[str, str]]:
     return [SYSTEM, {"role": "user", "content": document + question}]
-
-
-@pytest.mark.parametrize("form", ["a number", "tokens", "messages"])
-def test_a_prompt_is_resumed_at_a_boundary_that_the_caller_names(llama, store, arch, form):
-    document = "The names of temporary files are chosen at random, and nobody else may open them. " * 20
-    llm, (first, other) = attached(store, llama(arch)), [asked(question, document) for question in QUESTIONS[:2]]
-    tokens = chat_tokens(llm, first, {}, generation_prompt=True)
-    n = common_prefix(tokens, chat_tokens(llm, asked("", document), {}, generation_prompt=False))
-    prefix = {"a number": n, "tokens": tokens[:n], "messages": {"messages": asked("", document)}}[form]
-    with store.boundary(prefix):
-        say(llm, first, 1)
-    assert n in stored(store)
-    say(llm, [SYSTEM], 1)
-    plain = llama(arch)
-    expected = say(plain, other)
-    forget(llm)
-    assert evaluated(store, lambda: say(llm, other, 1)) == plain.n_tokens - 7 - n
-    assert say(llm, other) == expected
-
-
-def test_a_boundary_applies_to_prompts_that_begin_with_it_inside_its_block(llama, store, arch):
-    llm = attached(store, llama(arch))
-    with store.boundary(prompt(300), 100), store.boundary(200):
-        answer(llm, prompt(400, seed=1), 1)
-    answer(llm, prompt(400), 1)
-    assert {100, 200} < set(stored(store))
-    assert 300 not in stored(store)
-    for wrong in (0, True):
-        with pytest.raises(InvalidParameterError, match="at least 1"):
-            store.boundary(wrong)
 
 
 def test_the_end_of_the_system_prompt_and_of_a_document_stay_when_a_conversation_grows(llama, arch):
