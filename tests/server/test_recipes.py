@@ -16,7 +16,6 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from prefixstore import PrefixStore
 from prefixstore.config import load_config
 from prefixstore.server import child, serving, slot_manager
 from tests.support import ROOT
@@ -112,29 +111,6 @@ def test_gunicorn_workers(place):
     first, second = gunicorn(place)
     assert first["choices"] == second["choices"]
     assert stored(place) == first["usage"]["prompt_tokens"] - 1
-
-
-@pytest.mark.slow
-def test_langchain(place):
-    names = run(recipe("langchain"))
-    answers_twice(names["store"], names["llm"].invoke)
-
-
-@pytest.mark.slow
-def test_llama_index(place):
-    names = run(recipe("llama-index"))
-    answers_twice(names["store"], lambda text: names["llm"].complete(text).text)
-
-
-def answers_twice(store: PrefixStore, ask) -> None:
-    with store:
-        first = ask(TEXT)
-        assert first
-        ask("Something else. " * 20)
-        before = store.stats().tokens_restored
-        assert ask(TEXT) == first
-        assert store.stats().tokens_restored - before > 100
-        assert store.check() == []
 
 
 def test_systemd_and_compose_leave_the_time_to_store_what_slots_hold():
