@@ -230,7 +230,7 @@ def test_a_store_or_a_model_that_cannot_be_opened_is_an_error_at_the_start(tmp_p
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--model", "{none}"], 1, "GGUF"),
+        (["--model", "{none}"], 1, "Failed to load model"),
         (["--model", "{model}", "--max-bytes", "many"], 2, "max-bytes"),
         (["--model", "{model}", "--", "--n-ctx", "many"], 2, "--n_ctx"),
         (["--config", "none.toml"], 2, "none.toml"),
