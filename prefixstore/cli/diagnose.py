@@ -7,16 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prefixstore.backends.location import path_of
-from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
 from prefixstore.cli.model import configured, open_model, silence
 from prefixstore.cli.output import DONE, FAILED, say, tell
 from prefixstore.config import load_config
-from prefixstore.diagnosis.doctor import Finding, Level, examine
+from prefixstore.diagnosis.doctor import Level, examine
 from prefixstore.diagnosis.explain import explain_without_context
-from prefixstore.errors import InvalidParameterError, PrefixStoreError, ServerError
+from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
@@ -30,15 +28,11 @@ def doctor(
     *,
     config: Path | None = None,
     max_bytes: str | None = None,
-    server: str | None = None,
-    api_key: str | None = None,
 ) -> Result:
     """Examine the installation and a store, and say what to change.
 
     Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
-    With --config, the model is loaded, and its settings are compared with those of the stored pages. With --server,
-    prefixstore serve is asked whether it has this store, stores and restores anything, and has pages for its settings,
-    and if not, why. It writes nothing.
+    With --config, the model is loaded, and its settings are compared with those of the stored pages. It writes nothing.
 
     Exit codes: 0 no problems found; 1 something should be changed.
 
@@ -49,8 +43,6 @@ def doctor(
         silence()
     found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
     where = next(finding.value for finding in found if finding.name == "location")
-    if server is not None:
-        found.append(_of_server(server, options.server_key(api_key), where))
     n_problems = sum(finding.level is Level.PROBLEM for finding in found)
 
     def show() -> None:
@@ -63,39 +55,6 @@ def doctor(
 
     data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}
     return Result(data, show, FAILED if n_problems else DONE)
-
-
-def _of_server(url: str, api_key: str | None, location: str) -> Finding:
-    """Whether a ``prefixstore serve`` uses its store, and that is this one."""
-    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - only for this option
-    from prefixstore.server.slots import ADVICE  # noqa: PLC0415 - as above
-
-    try:
-        with LlamaServer(url, api_key=api_key) as server:
-            status = server.proxy_status()
-    except ServerError as error:
-        return Finding("server", "cannot be asked", Level.PROBLEM, str(error))
-    reason = status["passed_through"]
-    store = status.get("store") or {}
-    differ, theirs = store.get("other_settings"), store.get("location")
-    if theirs is not None and _place(theirs) != _place(location):
-        advice = "Pass the location of the server, or start it with this one."
-        return Finding("server", f"{url} uses another store: {theirs}", Level.PROBLEM, advice)
-    if differ:
-        found = f"{url} has no pages for its settings, but for others of its model: {'; '.join(differ)}"
-        return Finding("server", found, Level.PROBLEM, ADVICE)
-    if reason is None:
-        return Finding("server", f"{url} uses its store")
-    advice = str(status.get("why") or "docs/servers.md says which servers are not stored.")
-    return Finding("server", f"nothing is stored or restored: {reason}", Level.PROBLEM, advice)
-
-
-def _place(location: str) -> str:
-    """A location by one name: a path has several."""
-    try:
-        return str(Path(path_of(location)).resolve())
-    except PrefixStoreError:
-        return location
 
 
 def explain(

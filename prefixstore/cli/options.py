@@ -116,7 +116,6 @@ HELP = {
     "next_turn": ("", "End messages at the start of the next user turn, not where the assistant answers."),
     "report.out": ("FILE", "The page to write."),
     # maintain
-    "doctor.server": ("URL", "URL of prefixstore serve: whether it uses the store."),
     "repair": ("", "Delete damaged pages and their descendants, and rebuild a wrong index."),
     "sample": ("N", "Number of sequences to compare."),
     "seed": ("N", "Seed for choosing the sequences."),

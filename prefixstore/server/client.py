@@ -187,18 +187,6 @@ class LlamaServer:
         """
         return props_of(self._ask("GET", "/props"))
 
-    def proxy_status(self) -> dict[str, Any]:
-        """What ``prefixstore serve`` says of itself, if the URL is one of it. Raises `ServerError`."""
-        try:
-            answer = self._ask("GET", "/prefixstore/status")
-        except ServerTooOldError:
-            answer = None  # there is no such page
-        if not isinstance(answer, dict) or "passed_through" not in answer:
-            raise ServerTooOldError(
-                f"{self.url} is no prefixstore serve in front of llama-server; pass the URL at which that listens"
-            )
-        return answer
-
     def slots(self) -> tuple[Slot, ...]:
         """All slots. Raises `ServerError`; `ServerRefusedError` if it was started with ``--no-slots``."""
         answer = self._ask("GET", "/slots")

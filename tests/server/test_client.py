@@ -155,9 +155,3 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key: str):
     with pytest.raises(InvalidParameterError) as raised:
         LlamaServer("http://here", api_key=key)
     assert key.strip() not in str(raised.value)
-
-
-@pytest.mark.parametrize(("code", "body"), [(404, {"error": {"message": "File Not Found"}}), (200, []), (200, {})])
-def test_a_server_that_is_no_prefixstore_serve_is_told_from_one(code: int, body: object):
-    with answering(code, body) as client, pytest.raises(ServerTooOldError, match="is no prefixstore serve"):
-        client.proxy_status()
