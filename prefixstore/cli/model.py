@@ -13,12 +13,7 @@ from prefixstore.report.labels import Words
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["configured", "has_model", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
-
-
-def has_model(config: Path | None, model: Path | None) -> bool:
-    """Whether a model is given, or named by the file."""
-    return model is not None or (config is not None and load_config(config).path is not None)
+__all__ = ["configured", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
 
 
 def configured(

@@ -15,13 +15,11 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.listing import chosen_namespaces
-from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
+from prefixstore.cli.model import tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
-from prefixstore.config import explain
 from prefixstore.engine.page import Page
-from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, MissingExtraError
+from prefixstore.errors import InvalidParameterError, LocationError, MissingExtraError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
-from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, chosen, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
@@ -86,33 +84,22 @@ def import_(
     file: str,
     *,
     max_bytes: str | None = None,
-    model: Path | None = None,
-    config: Path | None = None,
-    n_ctx: int | None = None,
-    salt: str | None = None,
     from_key: str | None = None,
 ) -> Result:
     """Import the pages of a file into a store of any backend.
 
     The store is created if it does not exist. Pages that it already has are skipped, so an interrupted import can
-    simply be run again. With --model or --config, a file without pages for that model and its settings is refused.
-    Without --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is
-    damaged or truncated (everything before that point is imported), or there was no space for all pages; 3: the file
-    does not have this format, or is not for this model.
+    simply be run again. Without --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code
+    1: the file is damaged or truncated (everything before that point is imported), or there was no space for all
+    pages; 3: the file does not have this format.
 
-    Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
+    Example: prefixstore import sqlite:////var/cache/kv.db night.pstore
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
     with reading(file) as opened:
         name = "stdin" if file == STANDARD else file
         reader = ExportReader(opened, name, partial(_unsealed, from_key, name))
-        if has_model(config, model):
-            settings = configured(location, config, model, n_ctx, salt)
-            llm = open_model(settings)
-            with settings.open_store(llm, location="memory:") as store:
-                _require(file, reader, store.namespace)
-            llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
             if reader.is_encrypted and archive.keys is None:
                 say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
@@ -138,16 +125,6 @@ def _unsealed(key: str | None, name: str, begin: bytes, file: BinaryIO) -> Binar
     except ImportError as error:
         raise MissingExtraError(f'{name} is encrypted; pip install "prefixstore[encryption]"') from error
     return cast("BinaryIO", SealedFile(file, begin, Keys.read(provider) if provider is not None else Keys(), name))
-
-
-def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
-    """Raise unless the file has pages of this namespace."""
-    if wanted.key not in reader.namespaces:
-        known = [Namespace.parse(settings) for settings in reader.namespaces.values()]
-        differences = [text.replace("in the store", "in the file") for text in explain(wanted, known)]
-        raise IncompatibleError(
-            f"{file} has no pages for this model and its settings: {'; '.join(differences) or 'it is empty'}"
-        )
 
 
 def copy(

@@ -333,16 +333,3 @@ def test_export_and_import_work_through_a_pipe(store, tmp_path, as_json):
         assert "9 pages exported" in one.stderr.read()
     assert (done.returncode, json.loads(done.stdout)["pages"]) == (0, 9)
     assert as_json("check", tmp_path / "other")[0] == 0
-
-
-def test_a_file_for_another_model_is_refused_with_the_differences(served, tmp_path, run, as_json):
-    model, location = served
-    file = tmp_path / "f.pstore"
-    assert run("export", location, "--out", file)[0] == 0
-    config = tmp_path / "warm.toml"
-    config.write_text(f'[model]\npath = "{model}"\ntype_k = "q8_0"\nflash_attn = true\n')
-    code, _, err = run("import", tmp_path / "new", file, "--config", config)
-    assert code == 3
-    assert "type_k is q8_0 here, f16 in the file" in err
-    assert not (tmp_path / "new").exists()
-    assert as_json("import", tmp_path / "new", file, "--model", model, "--n-ctx", 512)[0] == 0
