@@ -50,7 +50,6 @@ HELP = {
     "purge.salt": ("TENANT", "Only pages of one tenant, of all models."),
     **{f"{name}.salt": ("TENANT", "Only pages of one tenant.") for name in ("ls", "tree", "export", "copy")},
     "older_than": ("AGE", "Only pages not used for this long: 30d, 12h."),
-    "tree.older_than": ("AGE", "Only branches with pages not used for this long: 30d."),
     "purge.page": ("HASH", "Only one page and its descendants."),
     "export.page": ("HASH", "Only one page, with its ancestors and descendants."),
     "prefix": ("TEXT", "Only sequences that begin with this text; needs --model."),
@@ -110,8 +109,7 @@ HELP = {
     # look
     "once": ("", "Print it once and exit (the default without a terminal)."),
     "top.seconds": ("S", "Seconds between refreshes."),
-    "ls.sort": ("ORDER", "used, pages, tokens, stored or uses."),
-    "tree.sort": ("ORDER", "Order of branches: used, uses, stored, tokens or created."),
+    "sort": ("ORDER", "used, pages, tokens, stored or uses."),
     "depth": ("N", "Show N levels of branches."),
     "next_turn": ("", "End messages at the start of the next user turn, not where the assistant answers."),
     "report.out": ("FILE", "The page to write."),

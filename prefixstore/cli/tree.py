@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,9 @@ from prefixstore.models.file import file_digest, model_parts, model_title
 from prefixstore.report.content import BEGIN, content_of, html_of
 from prefixstore.report.labels import Words, labels_of, tokens_of
 from prefixstore.report.runs import Column, parents_of, runs_of
-from prefixstore.units import counted, format_bytes, parse_seconds
+from prefixstore.units import counted, format_bytes
 
 __all__ = ["report", "tree"]
-
-# of pages; a branch is in the place of its first one
-ORDERS: dict[str, Callable[[Facts], Column]] = {
-    "used": lambda pages: -pages["last_used"].astype(np.int64),
-    "uses": lambda pages: -pages["hits"].astype(np.int64),
-    "stored": lambda pages: -pages["stored_bytes"].astype(np.int64),
-    "tokens": lambda pages: -(pages["start"].astype(np.int64) + pages["n_tokens"]),
-    "created": lambda pages: pages["created"].astype(np.int64),
-}
 
 
 def tree(
@@ -49,10 +40,8 @@ def tree(
     model: Path | None = None,
     containing: str | None = None,
     pinned: bool = False,
-    older_than: str | None = None,
     depth: int | None = None,
     limit: int | None = None,
-    sort: str | None = None,
 ) -> Result:
     """Show the stored prefixes as a tree.
 
@@ -62,33 +51,28 @@ def tree(
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
-    if sort is not None and sort not in ORDERS:
-        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
-    seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
     words = text_of_tokens(model)
     if containing is not None and words is None:
         raise InvalidParameterError("--containing needs --model, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
         where, names, wanted = archive.location, archive.history().models, chosen_namespaces(archive, namespace, salt)
         with archive.view() as view:
-            facts = _chosen(read_facts(view), wanted, seconds, pinned=pinned)
+            facts = _chosen(read_facts(view), wanted, pinned=pinned)
             facts, texts = _with_texts(view, facts, words, containing)
             held = sorted(holdings_of(view, facts), key=lambda one: one.key)
             runs, run = runs_of(facts, [one.key for one in held], time.time_ns(), by_use=False)
             labels = labels_of(view, facts, runs, [words] * len(held))[0] if words is not None else None
     is_lost = containing is not None and not len(facts)
-    order = ORDERS[sort](facts) if sort is not None else None
     titles = [_title(one, names) if one.pages else "" for one in held]
 
     def data() -> list[dict[str, object]]:
-        by_place = np.lexsort((facts["start"], keys_in(facts["namespace"])))
-        in_order = by_place if order is None else np.argsort(order, kind="stable")
+        in_order = np.lexsort((facts["start"], keys_in(facts["namespace"])))
         if depth is not None:
             in_order = in_order[runs["level"][run[in_order]] < depth]
         return [page_facts(facts[i], texts[i] if texts is not None else None) for i in in_order[:limit]]
 
     def show() -> None:
-        for line in _lines(runs, titles, order, depth, limit):
+        for line in _lines(runs, titles, depth, limit):
             tell(
                 line
                 if isinstance(line, str)
@@ -102,15 +86,13 @@ def tree(
     return Result(data, show, FAILED if is_lost else DONE)
 
 
-def _chosen(facts: Facts, namespaces: Collection[bytes] | None, seconds: float | None, *, pinned: bool) -> Facts:
-    """Readable pages of these namespaces, that are pinned and not used for so long, or lead to such pages."""
+def _chosen(facts: Facts, namespaces: Collection[bytes] | None, *, pinned: bool) -> Facts:
+    """Readable pages of these namespaces, that are pinned, or lead to such pages."""
     facts = facts[facts["is_readable"]]
     if namespaces is not None:
         facts = facts[np.isin(keys_in(facts["namespace"]), np.array(sorted(namespaces), f"S{KEY_BYTES}"))]
     if pinned:
         facts = facts[_leading_to(facts, facts["pinned"])]
-    if seconds is not None:
-        facts = facts[_leading_to(facts, facts["last_used"] < time.time_ns() - round(seconds * 1e9))]
     return facts
 
 
@@ -149,13 +131,10 @@ def _leading_to(facts: Facts, is_wanted: Column) -> Column:
     return is_kept
 
 
-def _lines(
-    runs: Column, titles: Sequence[str], order: Column | None, depth: int | None, limit: int | None
-) -> Iterator[str | int]:
+def _lines(runs: Column, titles: Sequence[str], depth: int | None, limit: int | None) -> Iterator[str | int]:
     """The runs, each before those that follow it, under the titles of their namespaces; what is left out is told."""
     after: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    by_head = range(len(runs)) if order is None else np.argsort(order[runs["head"]], kind="stable").tolist()
-    for i in by_head:
+    for i in range(len(runs)):
         after[int(runs["parent"][i]), int(runs["space"][i])].append(i)
 
     def some(parent: int, space: int) -> list[str | int]:
