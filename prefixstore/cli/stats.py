@@ -213,16 +213,14 @@ HOTTEST_SHARE = 0.05
 CONSIDERED = 4096
 # of its lists
 MOST_LISTED = 8
-# what is the latest while it is watched: processes write their figures every ten seconds
-LATEST_SECONDS = 60.0
 
 
 def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     """Watch how a store is used.
 
-    It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of the last minute, if it is watched for
-    as long, of today (UTC) and of 31 days. Processes write the figures every ten seconds. Ctrl-C ends it. With
-    --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
+    It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of today (UTC) and of 31 days. Processes
+    write the figures every ten seconds. Ctrl-C ends it. With --once, or without a terminal, it is printed once;
+    `prefixstore stats --json` has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """
@@ -266,8 +264,6 @@ class Screen:
     """What is shown, and what has to be remembered for it between two looks at a location."""
 
     def __init__(self) -> None:
-        # what was counted in all until a time, in seconds: each time that it was read in the last minute
-        self._totals: list[tuple[float, Figures]] = []
         self._hottest: Sequence[Any] = ()
         self._next_search = 0.0
 
@@ -285,7 +281,7 @@ class Screen:
         yield f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {archive.location}"
         yield in_use(used, history.max_bytes)
         yield ""
-        yield from served(self.spans(history))
+        yield from served({"today": history.total(1), "31 days": history.total()})
         busiest = sorted(by_title(history, titles, days=1).items(), key=lambda one: -one[1].prompt_tokens)
         if rows := [_busy_row(title, figures) for title, figures in busiest[:MOST_LISTED] if figures.lookups]:
             yield ""
@@ -294,18 +290,6 @@ class Screen:
             yield ""
             columns = ["hottest prefixes", "uses>", "tokens>", "last used>", "page>"]
             yield table_of(columns, (_hot_row(one, titles) for one in self._hottest))
-
-    def spans(self, history: History) -> dict[str, Figures]:
-        """What was counted since the first look of the last minute, today, and in all days."""
-        now = history.total()
-        self._totals = [one for one in self._totals if one[0] >= history.at - LATEST_SECONDS] + [(history.at, now)]
-        days = {"today": history.total(1), "31 days": now}
-        began, before = self._totals[0]
-        if began == history.at:
-            return days
-        # days that are no longer kept may be missing
-        latest = Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
-        return {f"last {history.at - began:.0f} s": latest, **days}
 
 
 def _hot_row(one: Any, titles: Mapping[str, str]) -> list[str]:

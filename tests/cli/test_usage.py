@@ -19,9 +19,8 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
-from prefixstore.cli.stats import Screen, hottest
-from prefixstore.counters import DAY
-from prefixstore.format.figures import NOTE, Figures, History
+from prefixstore.cli.stats import hottest
+from prefixstore.format.figures import NOTE, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import read_facts
 from tests.support import ROOT
@@ -175,23 +174,6 @@ def test_top_in_a_terminal_refreshes_itself_until_it_is_interrupted(used):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         os.close(terminal)
-
-
-def test_top_shows_what_was_counted_while_it_watched(used, monkeypatch):
-    counted = Figures(30, 10, 40_000, 30_000, 12_000, 95_000_000, 7, 7000, 2)
-    with Archive(used[0], read_only=True) as archive:
-        history = archive.history()
-        name = next(name for _, name in history.days)
-        screen, spans = Screen(), []
-        for hits in (30, 50):
-            history.days = {(int(history.at // DAY), name): counted._replace(hits=hits)}
-            monkeypatch.setattr(archive, "history", lambda: history)
-            spans.append(screen.spans(history))
-            list(screen.read(archive))
-            history.at += 30
-    assert list(spans[0]) == ["today", "31 days"]
-    assert spans[1]["last 30 s"] == Figures(hits=20)
-    assert spans[1]["today"] == spans[1]["31 days"] == counted._replace(hits=50)
 
 
 @pytest.mark.parametrize(
