@@ -88,12 +88,14 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     environ = dict(os.environ)
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
+    failure = ""
     try:
         opened(settings.location, settings.on_damage, lambda: _check_store(settings))
     except StorageError as error:
         if settings.on_damage is OnDamage.FAIL:
             raise
-        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {error}")
+        failure = str(error)
+        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failure}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
         if settings.tenants is not None and settings.tenants.header is None and not command.has_keys:
@@ -116,6 +118,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
+        session.failure = failure
         child = Child(command, environ, upstream.is_healthy, session.ready, session.down)
         session.when_lost = child.lost
 
@@ -216,7 +219,8 @@ def _check_store(settings: ServeSettings) -> None:
 
 def _what_is_stored(session: ServerSession) -> str:
     if session.store is None or session.reason is not None:
-        why = f" ({session.why})" if session.why else ""
+        # why a store cannot be opened has been told
+        why = f" ({session.why})" if session.why and session.store is not None else ""
         return f"llama-server is ready; nothing is stored or restored: {session.reason}{why}"
     store = session.store.store
     stats = store.stats()

@@ -138,7 +138,8 @@ class ServerSession:
         self.when_ready: Callable[[], None] = lambda: None
         self.when_lost: Callable[[], None] = lambda: None
         self._was_open = False
-        self._failure = ""
+        # why the store could not be opened, as it was told last
+        self.failure = ""
         self._last_opened = 0.0
         self._last_look = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
@@ -158,7 +159,7 @@ class ServerSession:
     @property
     def why(self) -> str:
         """That reason in words; empty if there is nothing to add."""
-        return self._failure if self.store is None else self.store.why
+        return self.failure if self.store is None else self.store.why
 
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
@@ -217,11 +218,11 @@ class ServerSession:
             is_wrong |= isinstance(error, StorageError) and settings.on_damage is OnDamage.FAIL
             if is_refused or (is_wrong and not self._was_open):
                 raise
-            if self._failure != str(error):
+            if self.failure != str(error):
                 log.warning("the store cannot be used: %s", error)
-            self._failure = str(error)
+            self.failure = str(error)
             return
-        self.store, self._was_open, self._failure = store, True, ""
+        self.store, self._was_open, self.failure = store, True, ""
         self.when_store(store)
         self._use(store)
 
