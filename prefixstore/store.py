@@ -256,8 +256,8 @@ class PrefixStore(AttachedStore):
         Returns
         -------
         Explanation
-            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one, which setting
-            differs, and whether a page was evicted.
+            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one, and which setting
+            differs.
 
         Raises
         ------

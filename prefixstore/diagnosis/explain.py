@@ -1,4 +1,4 @@
-"""Finds out why no more of a prompt is stored: the match, the fork, the evictions, the other namespaces."""
+"""Finds out why no more of a prompt is stored: the match, the fork, the other namespaces."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from prefixstore.config import explain as explain_settings
 from prefixstore.counters import Kind
-from prefixstore.diagnosis.explanation import EvictedPage, Explanation, Fork, OtherSettings
+from prefixstore.diagnosis.explanation import Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.page import Page, Path
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.keys import Tokens, common_prefix, page_key, page_keys
+from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
@@ -108,9 +108,8 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
     n_shared = shared.n_tokens
     nearest = _nearest(engine, place, tokens, shared)
     fork = _fork(llm, tokens, *nearest) if nearest is not None else None
-    evicted = _evicted(engine, place, tokens, n_shared)
     others = _others(engine, place, tokens, n_shared)
-    reason = _reason(place, tokens, shared, matched, fork, evicted, others)
+    reason = _reason(place, tokens, shared, matched, fork, others)
     notes = [note] if note else []
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
         notes.insert(0, f"{n_shared:,} tokens are the same; this model resumes only at its snapshots.")
@@ -124,7 +123,6 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
         tuple(page.key.hex() for page in matched.pages),
         reason,
         fork,
-        evicted,
         others,
         place.min_tokens,
         " ".join(notes),
@@ -137,7 +135,6 @@ def _reason(
     shared: Path,
     matched: Path,
     fork: Fork | None,
-    evicted: EvictedPage | None,
     others: Sequence[OtherSettings],
 ) -> str:
     reasons = {
@@ -145,7 +142,6 @@ def _reason(
         "short": len(tokens) < place.min_tokens,
         "complete": matched.n_tokens >= len(tokens) - 1,
         "snapshot": shared.n_tokens >= len(tokens) - 1,
-        "evicted": evicted is not None,
         "settings": bool(others),
         "fork": fork is not None,
         "end": shared.n_tokens > 0,
@@ -203,19 +199,6 @@ def _fork(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
     before = text(both).rstrip("\ufffd") if both else ""
     here, there = (text(both + some)[len(before) :] for some in (mine, list(after[:AFTER])))
     return Fork(n, before[-SHOWN_BEFORE:], here[:SHOWN_AFTER], there[:SHOWN_AFTER])
-
-
-def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> EvictedPage | None:
-    """The first page of the prompt that is missing, if it is known to have been evicted."""
-    step = place.page_tokens
-    keys = page_keys(place.namespace.key, tokens, step)
-    full = len(keys) * step
-    if full < len(tokens):
-        keys.append(page_key(keys[-1] if keys else place.namespace.key, tokens[full:].tobytes()))
-    first = n_shared // step
-    # a page is evicted before those that it follows, so the first one that is missing went last
-    found = engine.evictor.eviction_of(keys[first]) if first < len(keys) else None
-    return EvictedPage(first * step, found.at, found.cause.value) if found is not None else None
 
 
 def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:

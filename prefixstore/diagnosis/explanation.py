@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from prefixstore.units import counted, format_seconds
+from prefixstore.units import counted
 
-__all__ = ["EvictedPage", "Explanation", "Fork", "OtherSettings"]
-
-CAUSES = {
-    "space": "for space: raise max_bytes",
-    "quota": "since the tenant had reached its quota: raise quota",
-    "asked": "by evict()",
-    "expired": "since its time to live had expired: raise ttl",
-}
+__all__ = ["Explanation", "Fork", "OtherSettings"]
 
 
 @dataclass(frozen=True)
@@ -35,25 +27,6 @@ class Fork:
     before: str
     here: str
     there: str
-
-
-@dataclass(frozen=True)
-class EvictedPage:
-    """A page of the prompt that was stored once.
-
-    Attributes
-    ----------
-    start
-        Its first token in the prompt.
-    at
-        When it was evicted: seconds since the epoch.
-    cause
-        Why: ``"space"``, ``"quota"``, ``"asked"`` or ``"expired"``.
-    """
-
-    start: int
-    at: float
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -89,15 +62,13 @@ class Explanation:
     page_keys
         The pages that hold them.
     reason
-        Why the store does not have more, in a word: ``"complete"`` (it has all), ``"evicted"``, ``"fork"`` (the prompt
+        Why the store does not have more, in a word: ``"complete"`` (it has all), ``"fork"`` (the prompt
         parts from what is stored), ``"end"`` (it continues where the stored sequence ends), ``"settings"`` (it is
         stored under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared,
         but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this
         model or context cannot be stored).
     fork
         Where it parts from the nearest stored sequence; None if it does not.
-    evicted
-        The first missing page of the prompt, if this process has evicted it lately.
     other_settings
         Other namespaces that have more of the prompt, the one with most first.
     min_tokens
@@ -113,7 +84,6 @@ class Explanation:
     page_keys: tuple[str, ...]
     reason: str
     fork: Fork | None
-    evicted: EvictedPage | None
     other_settings: tuple[OtherSettings, ...]
     min_tokens: int
     note: str = ""
@@ -135,14 +105,8 @@ class Explanation:
         return "\n".join(lines)
 
     def _why(self) -> str:
-        evicted = ""
-        if self.evicted is not None:
-            ago = format_seconds(max(round(time.time() - self.evicted.at), 0))
-            why = CAUSES[self.evicted.cause]
-            evicted = f"The page from token {self.evicted.start:,} on was evicted {ago} ago, {why}."
         found = {
             "complete": "All of it that can be restored: only the last token is computed.",
-            "evicted": evicted,
             "fork": "The rest differs from everything that is stored.",
             "end": "The stored sequence ends there; the rest was not computed, or not stored.",
             "settings": "It is stored for other settings, which cannot share states with these.",

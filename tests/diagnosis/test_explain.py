@@ -139,29 +139,6 @@ def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(m
     llm.close()
 
 
-def test_an_evicted_page_is_reported_with_its_time_and_cause(model, tmp_path):
-    llm = load(model)
-    first, second = prompt(200, 1), prompt(200, 2)
-    options = {"page_tokens": 32, "write_behind": False, "policy": "lru"}
-    with PrefixStore(tmp_path / "kv", llm, **options) as store:
-        llm.set_cache(store)
-        ask(llm, first)
-        ask(llm, second)
-        store.evict(0.0)
-        found = store.explain(first)
-        assert (found.reason, found.evicted.start, found.evicted.cause) == ("evicted", 0, "asked")
-        assert "was evicted" in read(found)
-        assert "by evict()" in read(found)
-    with PrefixStore(tmp_path / "small", llm, max_entries=8, **options) as store:
-        llm.set_cache(store)
-        ask(llm, first)
-        ask(llm, second)
-        found = store.explain(first)
-        assert (found.reason, found.evicted.cause) == ("evicted", "space")
-        assert "raise max_bytes" in read(found)
-    llm.close()
-
-
 def test_models_that_resume_from_snapshots_say_how_much_is_the_same(models, tmp_path):
     llm = load(models("mamba"))
     tokens = prompt(400, 1)
