@@ -256,7 +256,7 @@ class PrefixStore(AttachedStore):
         Returns
         -------
         Explanation
-            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one, and which setting
+            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one, which setting
             differs.
 
         Raises
