@@ -145,7 +145,7 @@ def adding() -> Iterator[None]:
 def register_at_fork(participant: object, lock: HandleLock | None = None) -> None:
     """Have something take part in each fork, for as long as it lives; the registry does not keep it alive.
 
-    In the child its ``after_fork_in_child()`` is called; those of handles, which have a `lock`, before others. A handle
+    In the child its ``after_fork()`` is called; those of handles, which have a `lock`, before others. A handle
     also has ``before_fork()``.
     """
     with adding():
@@ -198,7 +198,7 @@ def _after_fork_in_child() -> None:
     for lock in (_gate, *handles.values()):
         lock.renew()
     try:
-        _call("after_fork_in_child", {**handles, **_participants})
+        _call("after_fork", {**handles, **_participants})
     finally:
         _is_quiet = False
 

@@ -159,7 +159,7 @@ class Engine:
             on_released=self._end,
         )
 
-    def after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
         """Start over with new locks, threads and handles. What the parent has captured, the parent writes."""
         if not self.is_closed:
             self._backend.after_fork()

@@ -59,7 +59,7 @@ class Sessions:
         engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self)
 
-    def after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
         """Start over: those who wait, or have the ``Llama``, are in the parent."""
         self.queue.restart()
         self._table.lock = threading.Lock()

@@ -41,7 +41,7 @@ class Noting:
         if self.error is not None:
             raise self.error
 
-    def after_fork_in_child(self):
+    def after_fork(self):
         self.calls.append(f"child {self.name}{' quiet' * (self.lock is not None and is_quiet())}")
 
 

@@ -346,7 +346,7 @@ class Environment:
             except lmdb.Error:
                 self._is_open = False  # it cannot be used any more, and is opened again
 
-    def after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
         """A child must not use its parent's handle; closed without a transaction, it takes nothing from the parent."""
         if is_quiet():
             self._close()
@@ -354,8 +354,7 @@ class Environment:
             # interrupts kept the fork from waiting for the transactions of other threads
             abandon(self.env)
         self._is_open = False
-        self._checked.drop()
-        self._identity = None
+        self._forget()
 
 
 def _create(path: Path) -> None:

@@ -273,8 +273,7 @@ class Database(Backend):
     def begin(self, driver: Any) -> None:
         """Begin a transaction that writes."""
 
-    def renew(self) -> None:
-        """In a forked child: drop what belongs to the parent, whose connections stay open."""
+    def after_fork(self) -> None:
         self._writing = threading.Lock()
         self.abandon_idle()
 

@@ -254,6 +254,3 @@ class PostgreSQL(Database):
             finally:
                 driver.remove_notice_handler(note)
         return warnings
-
-    def after_fork(self) -> None:
-        self.renew()

@@ -262,10 +262,6 @@ class SQLite(Database):
     def before_fork(self) -> None:
         self.close_idle()
 
-    def after_fork_in_child(self) -> None:
-        # there are some left only if interrupts kept the fork from closing them
-        self.renew()
-
 
 def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
     """Set how long the statements of a connection wait for locks."""
