@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 # numpy imports it at the first `np.unique`: a child that is forked while another thread does that would wait forever
@@ -58,28 +58,23 @@ class HandleLock:
         """Whether this caller has more entries than its own one."""
         return (_keys(self._inside) + _keys(self._alone)).count(me.key) > n_own
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Hold it shared. Waits while another thread waits for exclusive use, unless this thread holds it already."""
-        entry = object()
-        try:
-            _gate.enter(entry)
-            self.enter(entry)
-            yield
-        finally:
-            self.leave(entry)
-            _gate.leave(entry)
+        return self._held(self.enter)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Hold it exclusive, once no other thread is inside. May be nested.
 
         Raises `MisuseError` if this thread holds it shared.
         """
+        return self._held(self.enter_alone)
+
+    @contextmanager
+    def _held(self, enter: Callable[[object], None]) -> Iterator[None]:
         entry = object()
         try:
             _gate.enter(entry)
-            self.enter_alone(entry)
+            enter(entry)
             yield
         finally:
             self.leave(entry)
