@@ -2,8 +2,6 @@
 
 A user who can write to a store decides what is restored from it, and a file or link that is planted in its place
 decides what is read and overwritten. So files that belong to another user, or that everyone can write to, are refused.
-A group is trusted if it may write: then sharing was intended. Read permission says nothing, since files get it by
-default (umask 022).
 """
 
 from __future__ import annotations
@@ -58,30 +56,8 @@ def _require(path: Path, found: os.stat_result) -> None:
             f"{path} can be written by every user, who could forge what is restored; if its contents are yours, run: "
             f"chmod o-w '{path}', or choose another location"
         )
-    if found.st_uid in (os.geteuid(), 0):
-        return
-    if _is_shared(found) or (_is_in_shared_directory(path) and _is_ours(found) and found.st_mode & stat.S_IRGRP):
-        return
-    raise LocationError(
-        f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user (a container: "
-        f"docker run --user {found.st_uid}), or run: chown -R {os.geteuid()} '{path}'. A group of this user may share "
-        "it, after: chmod g+rw (of the directory: g+rwx)"
-    )
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    return found.st_gid in {os.getegid(), *os.getgroups()}
-
-
-def _is_shared(found: os.stat_result) -> bool:
-    """Whether a group of this user may write to it: sharing was meant."""
-    return _is_ours(found) and found.st_mode & (stat.S_IRGRP | stat.S_IWGRP) == stat.S_IRGRP | stat.S_IWGRP
-
-
-def _is_in_shared_directory(path: Path) -> bool:
-    """Whether the group that is trusted with the directory could replace the file anyway."""
-    try:
-        found = path.parent.stat()
-    except OSError:
-        return False
-    return _is_shared(found) and not found.st_mode & stat.S_IWOTH
+    if found.st_uid not in (os.geteuid(), 0):
+        raise LocationError(
+            f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user (a "
+            f"container: docker run --user {found.st_uid}), or run: chown -R {os.geteuid()} '{path}'"
+        )

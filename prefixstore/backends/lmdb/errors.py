@@ -64,11 +64,11 @@ def prepare_directory(path: Path, *, read_only: bool) -> None:
     except OSError as error:
         done = "read" if read_only else "created"
         raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
-    what, right, needed = ("readable", "rx", 0) if read_only else ("writable", "rwx", os.W_OK)
+    what, needed = ("readable", 0) if read_only else ("writable", os.W_OK)
     if not os.access(path, os.R_OK | os.X_OK | needed):
         raise LocationError(
-            f"{path} is not {what} for this user; run as its owner, have the owner run: chmod g+{right} '{path}', or "
-            "choose another location. To read, read_only=True is enough, as for prefixstore ls, show, check and export"
+            f"{path} is not {what} for this user; run as its owner, or choose another location. To read, "
+            "read_only=True is enough, as for prefixstore ls, show, check and export"
         )
 
 
