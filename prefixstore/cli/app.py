@@ -22,7 +22,7 @@ FAILED = 1
 # the commands, by what they are for: the module of each, and its name
 COMMANDS = {
     "Use": "init.init warm.warm serve.serve shim.shim slots.slots measure.demo",
-    "Look": "stats.stats stats.top listing.ls listing.tenants tree.tree diagnose.explain tree.report",
+    "Look": "stats.stats stats.top listing.ls listing.tenants tree.tree listing.show diagnose.explain tree.report",
     "Maintain": "diagnose.doctor maintain.check maintain.verify maintain.evict maintain.purge maintain.clear "
     "maintain.pin maintain.unpin key.key maintain.compact measure.bench trace.trace",
     "Move": "transfer.export transfer.import transfer.copy maintain.migrate",

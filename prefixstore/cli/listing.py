@@ -1,4 +1,4 @@
-"""Commands that list: ``ls`` the namespaces, ``tenants``."""
+"""Commands that list: ``ls`` the namespaces, ``show`` one page, ``tenants``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prefixstore.cli.command import Result
-from prefixstore.cli.output import ago, iso, listed, say, tell
+from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.output import DONE, FAILED, ago, in_words, iso, listed, say, tell
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding, in_all
+from prefixstore.maintenance.holdings import Holding, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.models.file import model_title, setting_text
 from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted
 
-__all__ = ["SHORT", "chosen_namespaces", "ls", "tenants"]
+__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants"]
 
 SHORT = 12  # digits shown of a key
 ORDERS = {
@@ -126,6 +129,64 @@ def _facts(holding: Holding, names: Mapping[str, str]) -> dict[str, object]:
         "created": iso(holding.created),
         "last_used": iso(holding.last_used),
     }
+
+
+def show(location: str, digits: str, *, model: Path | None = None) -> Result:
+    """Show one page, and whether its bytes are intact.
+
+    Exit code 1: the page is damaged.
+
+    Example: prefixstore show lmdb:///var/cache/kv 4f9c1b --model m.gguf
+    """
+    words = text_of_tokens(model)
+    with Archive(location, read_only=True) as archive:
+        with archive.view() as view:
+            facts_of_all = read_facts(view)
+            page = archive.find_in(view, facts_of_all, digits)
+            space = namespaces_of(view).get(page.namespace)
+        damage = archive.damage(page)
+        path = archive.path(page)
+        settings = space.settings if space is not None else {}
+        row = facts_of_all[np.searchsorted(keys_in(facts_of_all["key"]), page.key)]
+        children = facts_of_all["key"][keys_in(facts_of_all["parent"]) == page.key.rstrip(b"\0")]
+        model_called = model_title(settings, archive.history().models)
+        named = {"model": model_called, "tenant": settings.get("salt"), "label": settings.get("label")}
+        facts: dict[str, object] = {
+            **page_facts(row, words and words(np.frombuffer(page.tokens, "<i4").tolist())),
+            "path": [one.key.hex() for one in path],
+            "children": [one.tobytes().hex() for one in children],
+            "damage": damage,
+        }
+        shown = {"location": archive.location, **named, **facts}
+        keys = {name: ", ".join(key[:SHORT] for key in one) for name, one in facts.items() if isinstance(one, list)}
+        shown |= keys | {"damage": damage or "none: its bytes are intact"}
+        texts = {name.replace("_", " "): in_words(name, value) for name, value in shown.items()}
+        return Result(facts, {name: text for name, text in texts.items() if text}, FAILED if damage else DONE)
+
+
+def page_facts(page: Any, text: str | None) -> dict[str, object]:
+    """A page as data, by a row of its facts."""
+    parent, namespace = page["parent"].tobytes(), page["namespace"].tobytes()
+    facts: dict[str, object] = {
+        "page": page["key"].tobytes().hex(),
+        "parent": parent.hex() if parent != namespace else None,
+        "namespace": namespace.hex(),
+        "start": int(page["start"]),
+        "tokens": int(page["n_tokens"]),
+        "stored_bytes": int(page["stored_bytes"]),
+        "raw_bytes": int(page["raw_bytes"]),
+        "compute_us": int(page["compute_us"]),
+        "page_uses": int(page["hits"]),
+        "pinned": bool(page["pinned"]),
+        "priority": int(page["priority"]),
+        "created": iso(int(page["created"])),
+        "last_used": iso(int(page["last_used"])),
+        "expires": iso(int(page["expires"])),
+    }
+    return facts | ({"text": text} if text is not None else {})
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
 
 
 def tenants(location: str, *, api_key_file: Path | None = None, limit: int | None = None) -> Result:

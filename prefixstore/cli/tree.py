@@ -14,9 +14,9 @@ import numpy as np
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, is_replaced, writing
-from prefixstore.cli.listing import SHORT, chosen_namespaces
+from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, ago, iso, may_replace, say, tell
+from prefixstore.cli.output import DONE, FAILED, ago, may_replace, say, tell
 from prefixstore.engine.page_view import View
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
@@ -69,7 +69,7 @@ def tree(
         in_order = np.lexsort((facts["start"], keys_in(facts["namespace"])))
         if depth is not None:
             in_order = in_order[runs["level"][run[in_order]] < depth]
-        return [_page_facts(facts[i], texts[i] if texts is not None else None) for i in in_order[:limit]]
+        return [page_facts(facts[i], texts[i] if texts is not None else None) for i in in_order[:limit]]
 
     def show() -> None:
         for line in _lines(runs, titles, depth, limit):
@@ -84,28 +84,6 @@ def tree(
     if is_lost:
         say(f"{where}: the text is not stored")
     return Result(data, show, FAILED if is_lost else DONE)
-
-
-def _page_facts(page: Any, text: str | None) -> dict[str, object]:
-    """A page as data, by a row of its facts."""
-    parent, namespace = page["parent"].tobytes(), page["namespace"].tobytes()
-    facts: dict[str, object] = {
-        "page": page["key"].tobytes().hex(),
-        "parent": parent.hex() if parent != namespace else None,
-        "namespace": namespace.hex(),
-        "start": int(page["start"]),
-        "tokens": int(page["n_tokens"]),
-        "stored_bytes": int(page["stored_bytes"]),
-        "raw_bytes": int(page["raw_bytes"]),
-        "compute_us": int(page["compute_us"]),
-        "page_uses": int(page["hits"]),
-        "pinned": bool(page["pinned"]),
-        "priority": int(page["priority"]),
-        "created": iso(int(page["created"])),
-        "last_used": iso(int(page["last_used"])),
-        "expires": iso(int(page["expires"])),
-    }
-    return facts | ({"text": text} if text is not None else {})
 
 
 def _chosen(facts: Facts, namespaces: Collection[bytes] | None, *, pinned: bool) -> Facts:

@@ -26,7 +26,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence, as_tokens
-from prefixstore.format.record import Record
+from prefixstore.format.record import Facts, Record
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one, read_facts
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
@@ -216,16 +216,19 @@ class Archive(OpenLocation):
         InvalidParameterError
             If none or several do.
         """
-        digits = string_of(digits, "page")
-        found: list[Page] = []
         with self.view() as view:
-            keys = [key for key in map(bytes, read_facts(view)["key"]) if key.hex().startswith(digits.lower())]
-            # those that cannot be read do not count, however many there are
-            while keys and len(found) < 2:
-                some, keys = keys[:MOST_NAMED], keys[MOST_NAMED:]
-                for key, (record, usage) in view.records(some).items():
-                    if isinstance(record, Record):
-                        found.append(Page.stored(key, record, usage))
+            return self.find_in(view, read_facts(view), digits)
+
+    def find_in(self, view: View, facts: Facts, digits: str) -> Page:
+        """As `find`, among these pages of a view."""
+        digits = string_of(digits, "page")
+        keys = [key for key in map(bytes, facts["key"]) if key.hex().startswith(digits.lower())]
+        found: list[Page] = []
+        # those that cannot be read do not count, however many there are
+        while keys and len(found) < 2:
+            some, keys = keys[:MOST_NAMED], keys[MOST_NAMED:]
+            entries = view.records(some).items()
+            found += [Page.stored(key, record, usage) for key, (record, usage) in entries if isinstance(record, Record)]
         return only_one(found, "page", digits, self.location)
 
     def path(self, page: Page) -> list[Page]:

@@ -24,7 +24,7 @@ from tests.support.signals import default_signals
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    *("stats", "top", "ls", "tree", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
+    *("stats", "top", "ls", "tree", "show", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
     *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
     *("shim", "tenants"),
 )
@@ -162,14 +162,18 @@ def test_ls_tells_namespaces_of_one_model_apart(tmp_path, run):
     assert not {"flash_attn_type", "type_k f32"} & set(re.findall(r"flash_attn_type|type_k f32", out))
 
 
-def test_tree_lists_pages(store, run, as_json):
+def test_tree_and_show_list_pages(store, run, as_json):
     code, found = as_json("tree", store)
     assert (code, len(found)) == (0, 9)
     code, found = as_json("tree", store, "--namespace", MINE.key.hex())
     assert len(found) == 7
+    branch = next(page for page in found if page["start"] == 4)
+    code, page = as_json("show", store, branch["page"][:10])
+    assert (code, page["path"][-1], page["damage"]) == (0, branch["page"], None)
     code, out, _ = run("tree", store, "--namespace", MINE.key.hex())
     # a heading, a line for each branch, and a summary
     assert sorted(len(line) - len(line.lstrip()) for line in out.splitlines()) == [0, 0, 2, 2, 2, 4, 4]
+    assert run("show", store, branch["page"])[0] == 0
 
 
 def test_a_report_is_a_page_of_its_own(store, tmp_path, run, as_json):

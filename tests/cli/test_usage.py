@@ -207,10 +207,10 @@ def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
 def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
     name = "\x1b]0;a title\x07\x9b2Jtenant"
     with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space(name, model="a" * 64), [[1, 2, 3, 4]])
+        ((*_, key),) = fill(archive.backend, space(name, model="a" * 64), [[1, 2, 3, 4]])
         with archive.backend.update() as transaction:
             transaction.put_note(NOTE, History(models={"a" * 12: "\ud800\x1b[31m"}).pack(9))
-    for command in (["ls"], ["stats"], ["top", "--once"], ["tree"]):
+    for command in (["ls"], ["stats"], ["top", "--once"], ["tree"], ["show", key.hex()]):
         code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
         assert (code, "tenant" in out or command[0] == "top") == (0, True)
         assert not {"\x1b", "\x9b", "\x07"} & set(out)
