@@ -38,8 +38,7 @@ class PrefixStore(AttachedStore):
     location
         ``"lmdb:///path"``, a bare path (LMDB as well), ``"sqlite:////path"``, ``"postgresql+psycopg://user@host/db"``,
         ``"valkey://host:6379/0"``, ``"s3://bucket/prefix"``, ``"memory:"`` (pages of this store's own),
-        ``"memory://name"`` (one memory for all stores of this process that name it, with the same `max_bytes`, until
-        the last one is closed), or None for the location named by the environment variable ``PREFIXSTORE_LOCATION``,
+        or None for the location named by the environment variable ``PREFIXSTORE_LOCATION``,
         or else LMDB in the user's cache directory. A list of two, such as
         ``["lmdb:///var/cache/kv", "s3://team/kv"]``, is a local location in front of one that several machines share.
     llm

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore import ClosedError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
+from prefixstore import ClosedError, MisuseError, NotAttachedError, PrefixStore
 from prefixstore.maintenance.archive import Archive
-from tests.support.models import answer, attached, evaluated, forget, prompt
+from tests.support.models import answer, attached, evaluated, prompt
 from tests.support.places import fill, space
 
 # -- without arguments -------------------------------------------------------------------------------------------------
@@ -50,44 +50,6 @@ def test_the_length_of_a_store_is_its_pages_and_an_empty_one_is_true(llama):
     assert store
     with pytest.raises(ClosedError):
         len(store)
-
-
-# -- memory with a name ------------------------------------------------------------------------------------------------
-
-
-def test_all_who_name_a_memory_have_one_store_until_the_last_is_closed(llama):
-    tokens = prompt(600)
-    with PrefixStore("memory://chat") as first:
-        llm = attached(first, llama())
-        expected = answer(llm, tokens, 5)
-        first.flush()
-        with PrefixStore("memory://chat") as second:
-            assert second.location == "memory://chat"
-            other = attached(second, llama())
-            assert answer(other, tokens, 5) == expected
-            assert second.last.restored == 599
-            # and the other way round
-            answer(other, prompt(300, seed=1), 1)
-            second.flush()
-            assert first.match(prompt(300, seed=1)).n_tokens == 300
-        assert len(first) == 5
-        forget(llm)
-        assert answer(llm, tokens, 5) == expected
-        with PrefixStore("memory://another", llama()) as another:
-            assert len(another) == 0
-        assert first.check() == []
-    with PrefixStore("memory://chat") as store:
-        assert len(store) == 0
-
-
-def test_who_only_reads_a_memory_with_a_name_needs_one_that_is_open():
-    with pytest.raises(InvalidParameterError, match="read_only=True: no store memory://x is open in this process"):
-        PrefixStore("memory://x", read_only=True)
-    with (
-        PrefixStore("memory://x", namespace="n", max_bytes="1MiB") as store,
-        PrefixStore("memory://x", namespace="n", read_only=True, page_tokens=32, codec="zstd") as reader,
-    ):
-        assert len(reader) == len(store) == 0
 
 
 def test_a_close_that_does_not_get_through_is_made_up_for(tmp_path):

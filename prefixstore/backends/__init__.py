@@ -46,7 +46,7 @@ def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, rea
     Parameters
     ----------
     location
-        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, ``"memory://name"``, ``"sqlite:////path"``,
+        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, ``"sqlite:////path"``,
         ``"postgresql+psycopg://user@host/db"``, ``"valkey://host/0"``, ``"s3://bucket/prefix"``, a URL of a backend
         that another package brings, or None for the default (`prefixstore.backends.location.default_location`).
     max_bytes

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakValueDictionary
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, Costs, Draft, Range, Row, View
-from prefixstore.backends.forks import adding
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.record import Buffer
 
-__all__ = ["MemoryBackend", "SortedRows", "open_memory"]
+__all__ = ["Memory", "MemoryBackend", "SortedRows", "open_memory"]
 
 # a block of more rows becomes two
 ROWS_OF_BLOCK = 512
-NAMED = re.compile(r"memory://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)", re.IGNORECASE)
 
 
 class _Costs(Costs):
@@ -118,52 +114,30 @@ def _kept(change: Change, before: Sequence[Change]) -> Change:
     return change if payload is None else change._replace(payload=bytes(payload))
 
 
-class _Memory:
-    """The committed rows; shared by the backends that name it."""
+class Memory:
+    """The committed rows, and the lock of the one update at a time."""
 
     def __init__(self) -> None:
         # a commit is one assignment, which neither an interrupt nor a fork can divide
         self.rows = SortedRows()
-        # held by the one update at a time
         self.writing = threading.Lock()
 
 
-# the memories that have a name, for as long as a backend has them open; a forked child has copies of them
-_named: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
-
-
-def _shared(name: str, *, read_only: bool) -> _Memory:
-    """The memory of this name. Raises `InvalidParameterError` if none is open that can be read."""
-    with adding():
-        memory = _named.get(name)
-        if memory is None:
-            if read_only:
-                raise InvalidParameterError(
-                    f"read_only=True: no store memory://{name} is open in this process; open one for writing first"
-                )
-            memory = _named[name] = _Memory()
-        return memory
-
-
 class MemoryBackend(Backend):
-    """Rows in lists. They are lost with the process; a forked child has its own copy.
-
-    Backends of one name share their rows, until the last one is closed. One that only reads needs one that is open:
-    otherwise this raises `InvalidParameterError`.
-    """
+    """Rows in lists. They are lost with the process; a forked child has its own copy."""
 
     is_local = True
 
-    def __init__(self, name: str | None = None, *, read_only: bool = False) -> None:
-        self._name = name
-        self._memory: _Memory | None = _Memory() if name is None else _shared(name, read_only=read_only)
+    def __init__(self, memory: Memory | None = None) -> None:
+        self._memory = memory or Memory()
+        self._closed = False
 
     @property
     def location(self) -> str:
-        return "memory:" if self._name is None else f"memory://{self._name}"
+        return "memory:"
 
-    def _opened(self) -> _Memory:
-        if self._memory is None:
+    def _opened(self) -> Memory:
+        if self._closed:
             raise refusals.closed(self.location)
         return self._memory
 
@@ -184,32 +158,21 @@ class MemoryBackend(Backend):
         """Nothing to do: memory does not outlive the process."""
 
     def after_fork(self) -> None:
-        if self._memory is not None:
-            self._memory.writing = threading.Lock()
+        self._memory.writing = threading.Lock()
 
     def close(self) -> None:
-        self._memory = None
-
-
-def _name_of(location: str) -> str | None:
-    """The name in ``"memory://name"``; None for ``"memory:"``. Raises `InvalidParameterError` if it is neither."""
-    if location.lower() in ("memory:", "memory://"):
-        return None
-    found = NAMED.fullmatch(location)
-    if found is None:
-        raise InvalidParameterError(
-            f"location={without_password(location)!r}: memory has no path; "
-            'pass "memory:", or "memory://name" with a name '
-            "of letters, digits, and . _ - for one store that several open in this process"
-        )
-    return found["name"]
+        self._closed = True
+        # others may still show it
+        self._memory = Memory()
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
-    """A new store in memory, or the one that is open under a name; the engine keeps its budget."""
-    name = _name_of(location)
-    if name is not None:
-        return MemoryBackend(name, read_only=read_only)
+    """A new store in memory; the engine keeps its budget."""
+    if location.lower() not in ("memory:", "memory://"):
+        raise InvalidParameterError(
+            f'location={without_password(location)!r}: memory has no path; pass "memory:". One store serves any number '
+            "of Llamas"
+        )
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

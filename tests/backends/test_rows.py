@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 
 import pytest
 
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.memory import COSTS, MemoryBackend
-from prefixstore.errors import UnavailableError
 from prefixstore.testing import BackendContract
 
 
 class TestMemory(BackendContract):
     def open_backend(self, tmp_path):
         return MemoryBackend()
-
-
-def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
-    one, two = MemoryBackend("shared rows"), MemoryBackend("shared rows")
-    with one.update() as draft:
-        draft.put(b"a", b"1")
-    one.close()
-    with pytest.raises(UnavailableError, match="memory://shared rows is closed"), one.view():
-        pass
-    with two.view() as view:
-        assert view.get([b"a"]) == [b"1"]
-    two.close()
-    with closing(MemoryBackend("shared rows")) as three, three.view() as view:
-        assert view.get([b"a"]) == [None]
 
 
 @pytest.fixture(params=["flushed", "kept"])

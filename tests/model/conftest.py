@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from weakref import WeakValueDictionary
 
 import pytest
 
+from prefixstore.backends import memory
+from prefixstore.backends.memory import Memory, MemoryBackend
 from tests.attacks.power import shim
 from tests.model.process import Processes
 
@@ -23,6 +26,17 @@ def tmp_path(tmp_path) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="pfxs-model-", dir=MEMORY) as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def shared_memory(monkeypatch) -> None:
+    """Have ``memory://name`` be one memory for all stores that name it, until the last one is closed."""
+    memories: WeakValueDictionary[str, Memory] = WeakValueDictionary()
+
+    def open_memory(location: str, **_: object) -> MemoryBackend:
+        return MemoryBackend(memories.setdefault(location, Memory()) if "//" in location else None)
+
+    monkeypatch.setattr(memory, "open_memory", open_memory)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ STEP = {"valkey": 8, "s3": 36}
 
 
 @pytest.fixture
-def place_of(request, tmp_path, processes) -> Callable[[str], Place]:
+def place_of(request, tmp_path, processes, shared_memory) -> Callable[[str], Place]:
     """The place for a scheme, or for two: a near one of each store, and a far one that all share."""
     numbers = itertools.count()
 

@@ -18,7 +18,7 @@ EXAMPLES = 300
 
 
 @pytest.fixture
-def place_of(tmp_path, monkeypatch, request) -> Callable[[Mutation, str], Place]:
+def place_of(tmp_path, monkeypatch, request, shared_memory) -> Callable[[Mutation, str], Place]:
     """What it takes to show a mutation; it is put in, if its name is given."""
 
     def of(mutation: Mutation, name: str = "") -> Place:
