@@ -26,7 +26,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
 from prefixstore.format.keys import KEY_BYTES
 
-__all__ = ["ALL", "KEPT", "POLICIES", "Cause", "Eviction", "Group", "Rank", "Victim", "Victims"]
+__all__ = ["ALL", "POLICIES", "Cause", "Eviction", "Group", "Rank", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -46,9 +46,8 @@ SAMPLE, AT_ONCE = 64, 4
 POOL = 256
 # namespaces from which one is drawn: of more, those after a random one
 SPACES = 1024
-# the ranks of pages that have expired, and of those that are evicted after all others
+# the rank of pages that have expired
 EXPIRED = float("-inf")
-KEPT = sys.float_info.max
 
 Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
 """Ranks leaves with these page keys, after it has entered into them what is to be written of their uses."""

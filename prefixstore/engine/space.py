@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import Evicted
-from prefixstore.engine.eviction import ALL, KEPT, Cause, Eviction, Group, Victim, Victims
+from prefixstore.engine.eviction import ALL, Cause, Eviction, Group, Victim, Victims
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page import Page
 from prefixstore.engine.page_update import Transaction
@@ -65,9 +63,6 @@ class Evictor(Part):
         self.n_evicted = 0
         # the latest evictions, each page once
         self._evicted: dict[bytes, Eviction] = {}
-        # the pages that are to be kept, by their owners, and all of them
-        self._kept_by: dict[str, Collection[bytes]] = {}
-        self._kept: set[bytes] = set()
 
     def saw(self, used: Used) -> None:
         """Note how much the location holds."""
@@ -174,8 +169,7 @@ class Evictor(Part):
         """The ranks of leaves with these page keys, with what is to be written of their uses."""
         with self.catalog.lock:
             self.catalog.enter_uses(keys, leaves)
-            ranks = self.catalog.policy.ranks(leaves)
-        return np.where([key in self._kept for key in keys], KEPT, ranks) if self._kept else ranks
+            return self.catalog.policy.ranks(leaves)
 
     def admits(self, new: PendingPage, victim: Victim) -> bool:
         """Whether a new page is worth more than a victim, by the policy."""
@@ -202,23 +196,6 @@ class Evictor(Part):
     def eviction_of(self, key: bytes) -> Eviction | None:
         """When and why this process has evicted a page, if it was lately."""
         return self._evicted.get(key)
-
-    def keep(self, owner: str, keys: Collection[bytes]) -> None:
-        """Have these pages evicted after all others, stored or not yet, instead of those that this owner named before.
-
-        Several owners may name one page. Only this process knows of it, as long as it lives.
-        """
-        with self.catalog.lock:
-            self._kept_by[owner] = keys
-            if not keys:
-                del self._kept_by[owner]
-            self._kept = set().union(*self._kept_by.values())
-
-    def keep_nothing(self) -> None:
-        """Undo every `keep`."""
-        with self.catalog.lock:
-            self._kept_by.clear()
-            self._kept = set()
 
 
 class Space:

@@ -54,8 +54,6 @@ class Sessions:
         self.queue = queue_of(hook.llm)
         self.turn: Turn | None = None
         self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
-        # of the sessions that there were before, if they were dropped
-        engine.evictor.keep_nothing()
         engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prefixstore.engine.bookmarks import Bookmark, Unset
 from prefixstore.engine.miss import Guard
 from prefixstore.errors import BusyError
-from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_key, page_keys
+from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_keys
 
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
@@ -30,8 +30,6 @@ class Entry:
     ----------
     tokens
         What it has evaluated; none of a new or discarded one. Never changed, only replaced.
-    keys
-        Keys of the pages that hold the tokens.
     generation
         How often it was discarded.
     set_at
@@ -40,7 +38,6 @@ class Entry:
 
     name: str
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
-    keys: tuple[bytes, ...] = ()
     generation: int = 0
     set_at: int = 0
 
@@ -102,22 +99,20 @@ class Table:
         return free[:surplus]
 
     def forget(self, entries: Sequence[Entry]) -> None:
-        """Sessions were evicted: their pages are ordinary ones from now on, and their names are removed."""
+        """Sessions were evicted: their names are removed."""
         for entry in entries:
             self._engine.counters.count("session_evicted")
             with self._hook.guard():
-                self._engine.evictor.keep(entry.name, ())
                 # not if another process has continued it
                 self._engine.captures.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
 
     def hold(self, entry: Entry, tokens: Tokens) -> None:
         """Note what a session holds from now on, and save it."""
         with self._hook.guard():
-            keys = self._pages_of(tokens)
             with self.lock:
                 # callers see them
                 tokens.setflags(write=False)
-                entry.tokens, entry.keys, entry.set_at = tokens, keys, _now(entry.set_at)
+                entry.tokens, entry.set_at = tokens, _now(entry.set_at)
             self._save(entry)
 
     def discard(self, entry: Entry) -> None:
@@ -125,7 +120,7 @@ class Table:
         self._engine.counters.count("session_discarded")
         with self.lock:
             # what another process leaves later is newer
-            entry.tokens, entry.keys, entry.set_at = NO_TOKENS, (), _now(entry.set_at)
+            entry.tokens, entry.set_at = NO_TOKENS, _now(entry.set_at)
             entry.generation += 1
         with self._hook.guard():
             self._save(entry)
@@ -172,7 +167,7 @@ class Table:
             tokens = self._engine.bookmarks.tokens(self._namespace, bookmark)
         if tokens is None:
             return
-        entry = Entry(name, tokens, self._pages_of(tokens), bookmark.generation, bookmark.set_at)
+        entry = Entry(name, tokens, bookmark.generation, bookmark.set_at)
         with self.lock:
             there = self.entries.get(name) or Entry(name)
             # not if it was set here meanwhile
@@ -181,8 +176,6 @@ class Table:
             entry.generation = max(entry.generation, there.generation)
             evicted = self.used(entry)
         self.forget(evicted)
-        with self._hook.guard():
-            self._engine.evictor.keep(name, entry.keys)
 
     def _bookmarks(self) -> Mapping[str, Bookmark]:
         """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""
@@ -200,7 +193,6 @@ class Table:
                 if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
                     continue
                 del self.entries[name]
-            self._engine.evictor.keep(name, ())
         return saved
 
     def _whole(self, saved: Mapping[str, Bookmark]) -> list[str]:
@@ -213,23 +205,15 @@ class Table:
         return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
 
     def _save(self, entry: Entry) -> None:
-        """Have the pages of a session evicted last, and its name saved with the commit of the last; or not any more."""
-        self._engine.evictor.keep(entry.name, entry.keys)
-        end = len(entry.tokens) // self._hook.page_tokens * self._hook.page_tokens
-        page = entry.keys[end // self._hook.page_tokens - 1] if end else self._namespace
+        """Have the name of a session saved with the commit of its last pages, or not any more."""
+        full_pages = page_keys(self._namespace, entry.tokens, self._hook.page_tokens)
+        end = len(full_pages) * self._hook.page_tokens
+        page = full_pages[-1] if full_pages else self._namespace
         form = SNAPSHOT if self._hook.kind.has_snapshots else PAGE
         rest, n = entry.tokens[end:].tobytes(), len(entry.tokens)
         is_stored = n >= max(self._min_tokens, 1)
         bookmark = Bookmark(page, rest, n, form, entry.generation, entry.set_at) if is_stored else Unset(entry.set_at)
         self._engine.captures.set_bookmark(self._namespace, entry.name, bookmark)
-
-    def _pages_of(self, tokens: Tokens) -> tuple[bytes, ...]:
-        """The keys of all pages and snapshots that may hold a sequence: first those of its full pages."""
-        full_pages = page_keys(self._namespace, tokens, self._hook.page_tokens)
-        parent = full_pages[-1] if full_pages else self._namespace
-        rest = tokens[len(full_pages) * self._hook.page_tokens :].tobytes()
-        forms = (PAGE, SNAPSHOT) if self._hook.kind.has_snapshots else (PAGE,)
-        return (*full_pages, *(page_key(parent, rest, form) for form in forms if rest or form == SNAPSHOT))
 
 
 def _now(before: int) -> int:

@@ -255,7 +255,6 @@ STEPS = {
     "capture": lambda store: type(store._current.strategy),
     "before_leaving": lambda store: type(store._current.strategy),
     "known": lambda store: Session,
-    "keep": lambda store: type(store.engine.evictor),
     "set_bookmark": lambda store: type(store.engine.captures),
     **{name: lambda store: type(store.engine.bookmarks) for name in ("read", "whole")},
 }
