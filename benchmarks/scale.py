@@ -3,7 +3,7 @@
 The location is filled with N tiny pages (see `benchmarks.filled`): payloads of 64 bytes, conversations of ten pages of
 256 tokens, and four of 32,000 tokens. A location that holds them already is used as it is. Then each of the following
 is measured in a process of its own, which has imported all modules, and opens the location as
-``PrefixStore(location, namespace="scale", codec="raw", high_water=1.0, low_water=1.0)``. The files are in the page
+``PrefixStore(location, namespace="scale", codec="raw")``. The files are in the page
 cache of the system.
 
 Reading, without a limit that is reached:
@@ -140,8 +140,6 @@ def opened(location: str, max_entries: int | None = None) -> PrefixStore:
         codec="raw",
         max_bytes=AMPLE,
         max_entries=max_entries,
-        high_water=1.0,
-        low_water=1.0,
     )
 
 

@@ -26,7 +26,7 @@ class Parameters:
     label
         The parameter `namespace`.
     budget
-        From `max_bytes`, `max_entries`, `quota`, `high_water` and `low_water`.
+        From `max_bytes`, `max_entries` and `quota`.
     keys
         Where the keys of the location are, and those of a far one.
     """
@@ -37,8 +37,6 @@ class Parameters:
     SNAPSHOT_INTERVAL: ClassVar[int] = 1024
     MAX_SNAPSHOTS: ClassVar[int] = 16
     MAX_BYTES: ClassVar[str] = "10GiB"
-    HIGH_WATER: ClassVar[float] = Budget.high_water
-    LOW_WATER: ClassVar[float] = Budget.low_water
     QUEUE_BYTES: ClassVar[str] = "256MiB"
     CODEC: ClassVar[str] = "auto"
     POLICY: ClassVar[str] = "adaptive"
@@ -82,12 +80,6 @@ class Parameters:
         size = parse_bytes(given["max_bytes"], "max_bytes")
         far_size = size if given["far_max_bytes"] is None else parse_bytes(given["far_max_bytes"], "far_max_bytes")
         entries = None if given["max_entries"] is None else _count(given, "max_entries", 1)
-        high, low = (_share(given[name], name) for name in ("high_water", "low_water"))
-        if low > high:
-            raise InvalidParameterError(
-                f"low_water={low} must not be above high_water={high}: pages are packed from high_water down to "
-                "low_water; set both"
-            )
         return cls(
             label=_text(given["namespace"], "namespace"),
             salt=_text(given["salt"], "salt"),
@@ -95,7 +87,7 @@ class Parameters:
             min_tokens=_count(given, "min_tokens", 0),
             snapshot_interval=_count(given, "snapshot_interval", 1),
             max_snapshots=_count(given, "max_snapshots", 1),
-            budget=Budget(size, entries, Quota.parse(quota, size), high, low),
+            budget=Budget(size, entries, Quota.parse(quota, size)),
             ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
             encoder=Encoder(codec),
             policy=POLICIES[policy](),
@@ -104,7 +96,7 @@ class Parameters:
             write_behind=_flag(given["write_behind"], "write_behind"),
             queue_bytes=parse_bytes(given["queue_bytes"], "queue_bytes"),
             max_delay=None if given["max_delay"] is None else parse_seconds(given["max_delay"], "max_delay"),
-            far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
+            far_budget=Budget(far_size, None, Quota.parse(quota, far_size)),
             far_encoder=Encoder(codec),
             far_policy=POLICIES[policy](),
             keys=_keys(given["key"]),
@@ -125,12 +117,6 @@ def _flag(value: bool, parameter: str) -> bool:
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{parameter}={shown(value)} must be True or False")
     return value
-
-
-def _share(value: float, parameter: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise InvalidParameterError(f"{parameter}={shown(value)} must be a number above 0 and at most 1, such as 0.9")
-    return float(value)
 
 
 def _keys(key: Any) -> tuple[Key | None, Key | None]:

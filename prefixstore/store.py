@@ -64,9 +64,6 @@ class PrefixStore(AttachedStore):
         to the whole location; each process that writes enforces its own limit.
     max_entries
         Limit on the number of pages in the location; None for no limit.
-    high_water, low_water
-        Shares of `max_bytes`. When more than `high_water` is in use, new pages are packed (see `codec`), until no more
-        than `low_water` is.
     quota
         Limit for one tenant: a size, for each namespace and for all namespaces of a `salt` together, or
         ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
@@ -79,8 +76,8 @@ class PrefixStore(AttachedStore):
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
         of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
         again from time to time: while there is space, it compresses only where that barely slows restores (a slow
-        disk, a server), and keeps pages raw in a local file that fits into memory. When more than `high_water` is in
-        use, new pages are packed with the codec that saves most. A page that is stored keeps its form.
+        disk, a server), and keeps pages raw in a local file that fits into memory. When more than 95 % of `max_bytes`
+        is in use, new pages are packed with the codec that saves most. A page that is stored keeps its form.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -135,8 +132,6 @@ class PrefixStore(AttachedStore):
         max_snapshots: int = Parameters.MAX_SNAPSHOTS,
         max_bytes: int | str = Parameters.MAX_BYTES,
         max_entries: int | None = None,
-        high_water: float = Parameters.HIGH_WATER,
-        low_water: float = Parameters.LOW_WATER,
         quota: int | str | Mapping[str, int | str] | None = None,
         ttl: float | str | timedelta | None = None,
         codec: str = Parameters.CODEC,

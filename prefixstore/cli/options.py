@@ -75,8 +75,6 @@ HELP = {
     "generation_prompt": ("", "End messages where the assistant answers, or (the default) where the next turn begins."),
     "warm.namespace": ("NAME", "Label of the namespace; separates pages, as --salt does."),
     "page_tokens": ("N", "Tokens in a page; by default 256."),
-    "high_water": ("SHARE", "Pack new pages when more than this share of the size limit is in use; by default 0.95."),
-    "low_water": ("SHARE", "Pack until at most this share of the size limit is in use; by default 0.9."),
     "ttl": ("AGE", "Time to live after the last use: 30d."),
     "quota": ("SIZE", "Size limit of one tenant, who evicts its own pages first: 2GiB."),
     "on_damage": ("aside|without|fail", "If the store cannot be opened: move its files aside, do without, or fail."),

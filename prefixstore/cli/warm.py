@@ -86,8 +86,6 @@ def warm(
     namespace: str | None = None,
     page_tokens: int | None = None,
     max_bytes: str | None = None,
-    high_water: float | None = None,
-    low_water: float | None = None,
     ttl: str | None = None,
     priority: int | None = None,
     pin: bool | None = None,
@@ -127,8 +125,6 @@ def warm(
         "namespace": namespace,
         "page_tokens": page_tokens,
         "max_bytes": max_bytes,
-        "high_water": high_water,
-        "low_water": low_water,
         "ttl": ttl,
         "priority": priority,
     }

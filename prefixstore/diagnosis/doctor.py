@@ -20,13 +20,13 @@ from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
 from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
+from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
 from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.opening import locations_of
-from prefixstore.parameters import Parameters
 from prefixstore.units import counted, format_bytes, format_share, parse_bytes
 
 __all__ = ["Finding", "Level", "examine"]
@@ -297,7 +297,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     more = "More is stored than max_bytes: raise it, or prefixstore evict. (Pass the servers' with --max-bytes.)"
     full = "It is full: pages are packed and evicted. prefixstore trace simulate shows the gain of a larger budget."
     text = f"{format_bytes(used)} of {format_bytes(budget)} ({format_share(share)})"
-    yield _found("budget", text, more if share > 1 else "", full if share > Parameters.HIGH_WATER else "")
+    yield _found("budget", text, more if share > 1 else "", full if share > HIGH_WATER else "")
     if path is None:
         return
     try:

@@ -9,10 +9,12 @@ from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import parse_bytes
 
-__all__ = ["PART_FOR_A_NOTE", "Budget", "Evicted", "Quota"]
+__all__ = ["HIGH_WATER", "LOW_WATER", "PART_FOR_A_NOTE", "Budget", "Evicted", "Quota"]
 
 # of `max_bytes`: as much may one note take
 PART_FOR_A_NOTE = 1 / 256
+# shares of `max_bytes`: above the first, new pages are packed, until no more than the second is in use
+HIGH_WATER, LOW_WATER = 0.95, 0.9
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,11 @@ class Budget:
         The limits; None for no limit.
     quota
         Of each tenant.
-    high_water, low_water
-        Shares of `max_bytes`: above the first, new pages are packed, until no more than the second is in use.
     """
 
     max_bytes: int
     max_entries: int | None = None
     quota: Quota = Quota()
-    high_water: float = 0.95
-    low_water: float = 0.9
 
     def __str__(self) -> str:
         entries = f" in {self.max_entries:,} pages" if self.max_entries is not None else ""

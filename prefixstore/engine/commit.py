@@ -16,6 +16,7 @@ from functools import partial
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.bookmarks import Bookmarks
+from prefixstore.engine.budget import HIGH_WATER, LOW_WATER
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.eviction import Victim
 from prefixstore.engine.page import Page, is_same, later
@@ -362,11 +363,11 @@ class Committer(Part):
 
     def _choose_packing(self, used: int, written: int) -> None:
         """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
-        budget = self._budget
+        most = self._budget.max_bytes
         # or where there is no space for as much again: a few pages may fill the budget
-        if used > min(budget.max_bytes * budget.high_water, budget.max_bytes - written):
+        if used > min(most * HIGH_WATER, most - written):
             self._encode.is_short_of_space = True
-        elif used <= budget.max_bytes * budget.low_water:
+        elif used <= most * LOW_WATER:
             self._encode.is_short_of_space = False
 
     def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:

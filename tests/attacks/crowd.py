@@ -209,9 +209,7 @@ def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, for
             salt,
             quota=max_bytes // 2 if salt == "one" else None,
             ttl=0.5 if salt == "two" else None,
-            codec="zstd" if salt == "two" else "auto",
-            # for one of them so low that its pages are packed
-            **({"high_water": 0.5, "low_water": 0.3} if salt is None else {}),
+            codec={"one": "auto", "two": "zstd"}.get(salt, "planes"),
             queue_bytes="1MB",
         )
         for salt in TENANTS

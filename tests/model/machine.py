@@ -116,8 +116,6 @@ class Machine(RuleBasedStateMachine):
             "codec": codec,
             "quota": of if self.limits.of_space else None,
             "queue_bytes": 4 << 20,
-            "high_water": 1.0,
-            "low_water": 1.0,
         }
         self.options = [
             common | {"write_behind": True},

@@ -59,8 +59,6 @@ class Store:
     backend: Any
     max_bytes: int = 64 * MIB
     max_entries: int | None = None
-    high_water: float = Budget.high_water
-    low_water: float = Budget.low_water
     state_of: Callable[[bytes, int], bytes] = state_of
     codec: str = "raw"
     quota: Quota = field(default_factory=Quota)
@@ -74,7 +72,7 @@ class Store:
     def open(self, **options):
         """A new engine on the backend."""
         self.counters = Counters()
-        budget = Budget(self.max_bytes, self.max_entries, self.quota, self.high_water, self.low_water)
+        budget = Budget(self.max_bytes, self.max_entries, self.quota)
         self.engine = Engine(self.backend, budget, POLICIES["lru"](), Encoder(self.codec), self.counters, **options)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:

@@ -50,7 +50,7 @@ def live(llm, location, trace, policy, max_entries, *, block_tokens, write_behin
     """Hit tokens of each request, as the store itself counts them."""
     found = []
     options = {"page_tokens": PAGE, "policy": policy, "max_entries": max_entries, "write_behind": write_behind}
-    with PrefixStore(location, llm, high_water=1.0, low_water=1.0, **options) as store:
+    with PrefixStore(location, llm, **options) as store:
         llm.set_cache(store)
         with store.trace(trace, block_tokens=block_tokens):
             for tokens in conversations(1):
