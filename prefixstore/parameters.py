@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from prefixstore.backends.keys import Key, provider_of
-from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Policy
 from prefixstore.errors import InvalidParameterError
@@ -68,17 +68,20 @@ class Parameters:
 
         Raises `InvalidParameterError` if one cannot be used; the message names it.
         """
-        policy, codec, quota = given["policy"], given["codec"], given["quota"]
+        policy, codec = given["policy"], given["codec"]
         if not isinstance(policy, str) or policy not in POLICIES:
             raise InvalidParameterError(
                 f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
             )
         if not isinstance(codec, str):
             raise InvalidParameterError(f'codec={shown(codec)} must be a string, such as "auto"')
-        if isinstance(quota, Mapping) and not all(isinstance(name, str) for name in quota):
-            raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
         size = parse_bytes(given["max_bytes"], "max_bytes")
         far_size = size if given["far_max_bytes"] is None else parse_bytes(given["far_max_bytes"], "far_max_bytes")
+        quota = None if given["quota"] is None else parse_bytes(given["quota"], "quota")
+        if quota is not None and quota > (least := min(size, far_size)):
+            raise InvalidParameterError(
+                f"quota: {quota} bytes for each tenant exceed a size limit of {least}; lower it, or raise that"
+            )
         entries = None if given["max_entries"] is None else _count(given, "max_entries", 1)
         return cls(
             label=_text(given["namespace"], "namespace"),
@@ -87,7 +90,7 @@ class Parameters:
             min_tokens=_count(given, "min_tokens", 0),
             snapshot_interval=_count(given, "snapshot_interval", 1),
             max_snapshots=_count(given, "max_snapshots", 1),
-            budget=Budget(size, entries, Quota.parse(quota, size)),
+            budget=Budget(size, entries, quota),
             ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
             encoder=Encoder(codec),
             policy=POLICIES[policy](),
@@ -96,7 +99,7 @@ class Parameters:
             write_behind=_flag(given["write_behind"], "write_behind"),
             queue_bytes=parse_bytes(given["queue_bytes"], "queue_bytes"),
             max_delay=None if given["max_delay"] is None else parse_seconds(given["max_delay"], "max_delay"),
-            far_budget=Budget(far_size, None, Quota.parse(quota, far_size)),
+            far_budget=Budget(far_size, None, quota),
             far_encoder=Encoder(codec),
             far_policy=POLICIES[policy](),
             keys=_keys(given["key"]),

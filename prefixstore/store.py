@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -65,9 +65,8 @@ class PrefixStore(AttachedStore):
     max_entries
         Limit on the number of pages in the location; None for no limit.
     quota
-        Limit for one tenant: a size, for each namespace and for all namespaces of a `salt` together, or
-        ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
-        others only when it has none left.
+        Size limit for one tenant: for all namespaces of a `salt` together, and for each that has none. A tenant with
+        a quota evicts its own pages first, so it evicts those of others only when it has none left.
     ttl
         Time to live after the last use: seconds, a `timedelta`, or text such as ``"30d"``. It applies to the pages that
         this store writes. A page outlives the pages that continue it, and a pinned page never expires. None for no
@@ -132,7 +131,7 @@ class PrefixStore(AttachedStore):
         max_snapshots: int = Parameters.MAX_SNAPSHOTS,
         max_bytes: int | str = Parameters.MAX_BYTES,
         max_entries: int | None = None,
-        quota: int | str | Mapping[str, int | str] | None = None,
+        quota: int | str | None = None,
         ttl: float | str | timedelta | None = None,
         codec: str = Parameters.CODEC,
         policy: str = Parameters.POLICY,

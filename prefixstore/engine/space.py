@@ -239,19 +239,21 @@ class Space:
         DropReason or None
             Why the page is not to be put: `BUDGET`, `QUOTA` or `ADMISSION`; None if it fits.
         """
-        groups, self._replaced = self._groups(new), replaced.key if replaced is not None else None
+        group, self._replaced = self._group(new), replaced.key if replaced is not None else None
         need = self._need(new, replaced)
         # known before anything is evicted: what is pinned stays
         kept = need if replaced is not None and replaced.pinned else self._need(new)
-        if any(group.held(self._transaction).pinned_bytes + kept.size > group.quota for group in groups):
+        if group is not None and group.held(self._transaction).pinned_bytes + kept.size > group.quota:
             return DropReason.QUOTA
         is_too_much = partial(self._budget_is_exceeded, need)
         is_full = is_too_much()
         if is_full and self._budget_is_exceeded(kept, _least_of(self._transaction)):
             return DropReason.BUDGET
-        limits = [(DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), [group]) for group in groups]
+        limits, mine = [], [group] if group is not None else []
+        if group is not None:
+            limits.append((DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), mine))
         if is_full:
-            limits.append((DropReason.BUDGET, is_too_much, [*groups[-1:], ALL]))
+            limits.append((DropReason.BUDGET, is_too_much, [*mine, ALL]))
         for reason, exceeds, victims in limits:
             is_exceeded = exceeds()
             for group in victims:
@@ -299,16 +301,12 @@ class Space:
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _groups(self, new: PendingPage) -> list[Group]:
-        """Whose quotas bound a page; the largest group last."""
-        quota, found = self._budget.quota, list[Group]()
-        if quota.namespace is not None:
-            found.append(Group(new.page.namespace, quota.namespace))
-        # without a salt there is no tenant
-        salt = salt_in(new.settings) if quota.salt is not None else None
-        if quota.salt is not None and salt is not None:
-            found.append(Group(salt, quota.salt))
-        return found
+    def _group(self, new: PendingPage) -> Group | None:
+        """The pages of the same tenant, which a quota bounds."""
+        if self._budget.quota is None:
+            return None
+        salt = salt_in(new.settings)
+        return Group(new.page.namespace if salt is None else salt, self._budget.quota)
 
     def _need(self, new: PendingPage, replaced: Page | None = None) -> _Need:
         """What a page takes, if a stored one is deleted for it."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from prefixstore.counters import Counters
 from prefixstore.engine.adaptive_policy import Mode
-from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
@@ -100,7 +100,7 @@ def test_pinned_and_wanted_pages_are_admitted_always():
 
 def test_a_quota_is_contested_among_the_pages_of_the_tenant():
     policy = Picky(admitted=[1])
-    with closing(store_with(policy, max_entries=100, quota=Quota(namespace=2500))) as store:
+    with closing(store_with(policy, max_entries=100, quota=2500)) as store:
         store.put(prompt(1, 2))
         # admitted are first pages only: the leaf of the tenant goes for one, and nothing for the second
         assert store.put(prompt(2, 2)) == 1

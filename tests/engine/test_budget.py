@@ -6,7 +6,6 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.engine.budget import Quota
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
@@ -28,7 +27,7 @@ class Tenant(Store):
 
     def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, **terms):
         self.namespace = namespace
-        super().__init__(backend, max_bytes, quota=quota or Quota(), settings=namespace.canonical, options=terms)
+        super().__init__(backend, max_bytes, quota=quota, settings=namespace.canonical, options=terms)
 
     def put(self, tokens, size=SIZE):
         """Store the pages of a sequence that are missing; how many are stored now."""
@@ -59,8 +58,8 @@ def backend():
 
 
 def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
-    quiet = Tenant(backend, tenant("quiet"), quota=Quota(10 * PAGE))
-    loud = Tenant(backend, tenant("loud"), quota=Quota(10 * PAGE))
+    quiet = Tenant(backend, tenant("quiet"), quota=10 * PAGE)
+    loud = Tenant(backend, tenant("loud"), quota=10 * PAGE)
     for i in range(5):
         quiet.put([i] * P)
     for i in range(100):
@@ -73,8 +72,8 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
 def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
     # otherwise the oldest pages would be evicted: those of the quiet tenant
     max_bytes = 12 * (PAGE + 1000)
-    quiet = Tenant(backend, tenant("quiet"), max_bytes=max_bytes, quota=Quota(10 * PAGE))
-    loud = Tenant(backend, tenant("loud"), max_bytes=max_bytes, quota=Quota(10 * PAGE))
+    quiet = Tenant(backend, tenant("quiet"), max_bytes=max_bytes, quota=10 * PAGE)
+    loud = Tenant(backend, tenant("loud"), max_bytes=max_bytes, quota=10 * PAGE)
     for i in range(6):
         quiet.put([i] * P)
     for i in range(100):
@@ -96,27 +95,6 @@ def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     # one that fits if all that can be is evicted
     assert store.put([101] * P, 12 * SIZE) == 1
     assert store.held() == 10
-
-
-def test_a_quota_is_one_size_or_sizes_by_name():
-    assert Quota.parse("1MiB", 4 * MIB) == Quota(MIB, MIB)
-    assert Quota.parse({"salt": 5}, 6) == Quota(None, 5)
-    assert Quota.parse(None, 6) == Quota()
-
-
-@pytest.mark.parametrize(
-    ("quota", "says"),
-    [
-        (7, "exceed max_bytes=6"),
-        ({"tenant": 5}, "quota has 'tenant'"),
-        ({"salt": "much"}, "quota['salt']='much' is not a valid size"),
-        (0, "must be positive"),
-    ],
-)
-def test_an_invalid_quota_is_named_in_the_error(quota, says):
-    with pytest.raises(InvalidParameterError, match="quota") as raised:
-        Quota.parse(quota, 6)
-    assert says in str(raised.value)
 
 
 # -- expiry ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend, SortedRows
-from prefixstore.engine.budget import Quota
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
@@ -71,7 +70,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
 
 
 def test_space_is_made_without_the_lock(watch, clock):
-    store = watch.open(max_entries=5, quota=Quota(4 * entry(), 4 * entry()), options={"ttl": 60.0})
+    store = watch.open(max_entries=5, quota=4 * entry(), options={"ttl": 60.0})
     engine = store.engine
     # eviction, for the budget and for quotas
     assert [store.put(tokens) for tokens in (A, B, C)] == [3, 3, 3]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from prefixstore import InvalidParameterError, MisuseError, PrefixStore
-from prefixstore.engine.budget import Quota
 from prefixstore.engine.eviction import POLICIES, Cause
 from prefixstore.engine.miss import miss_reason
 from prefixstore.engine.pages import open_pages
@@ -132,7 +131,7 @@ def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
         assert found(store, A) is Cause.SPACE
         store.engine.evictor.evict(0)
         assert found(store, C) is Cause.ASKED
-    with store_of(quota=Quota(namespace=4 * 1100)) as store:
+    with store_of(quota=4 * 1100) as store:
         for tokens in (A, B, C):
             store.put(tokens)
         assert found(store, A) is Cause.QUOTA

@@ -46,7 +46,7 @@ LIMITS = {
     "none": Limits(),
     "entries": Limits(entries=8),
     "bytes": Limits(n_bytes=1 << 20),
-    "quotas": Limits(of_space=60_000, of_tenant=90_000),
+    "quotas": Limits(quota=90_000),
 }
 
 
@@ -108,13 +108,12 @@ class Machine(RuleBasedStateMachine):
     def open(self, limits: str, policy: str, codec: str) -> None:
         Machine.n_examples += 1
         self.limits, self.policy = LIMITS[self.place.limits or limits], self.place.policy or policy
-        of = {"namespace": self.limits.of_space, "salt": self.limits.of_tenant}
         common = {
             "max_bytes": self.limits.n_bytes,
             "max_entries": self.limits.entries,
             "policy": self.policy,
             "codec": codec,
-            "quota": of if self.limits.of_space else None,
+            "quota": self.limits.quota,
             "queue_bytes": 4 << 20,
         }
         self.options = [

@@ -81,12 +81,11 @@ class Used(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a location may hold, and each model and each tenant in it."""
+    """What a location may hold, and each tenant in it."""
 
     n_bytes: int = 64 << 20
     entries: int | None = None
-    of_space: int | None = None
-    of_tenant: int | None = None
+    quota: int | None = None
 
 
 def promise(holds: object, what: str, *about: object) -> None:
@@ -328,11 +327,9 @@ class Reference:
         promise(limits.entries is None or used.entries <= limits.entries, "the budget is kept:", used, limits)
         sizes: dict[object, int] = {}
         for page, facts in pages.items():
-            for group in (page.space, page.space.tenant):
-                sizes[group] = sizes.get(group, 0) + facts.n_bytes
-        for group, size in sizes.items():
-            limit = limits.of_space if isinstance(group, Space) else limits.of_tenant
-            promise(limit is None or size <= limit, "quotas are kept:", group, size, limit)
+            sizes[page.space.tenant] = sizes.get(page.space.tenant, 0) + facts.n_bytes
+        for tenant, size in sizes.items():
+            promise(limits.quota is None or size <= limits.quota, "quotas are kept:", tenant, size, limits)
 
     def _judge_order(self, seen: Mapping[Page, Facts], evicted: Collection[Page]) -> None:
         left = self._leaves(self.stored) & self._leaves(seen)

@@ -13,7 +13,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.counters import Counters
-from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages
@@ -61,7 +61,7 @@ class Store:
     max_entries: int | None = None
     state_of: Callable[[bytes, int], bytes] = state_of
     codec: str = "raw"
-    quota: Quota = field(default_factory=Quota)
+    quota: int | None = None
     settings: bytes = b'{"n":1}'
     options: dict[str, Any] = field(default_factory=dict)
 
