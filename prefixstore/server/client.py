@@ -76,8 +76,8 @@ class Slot:
     ----------
     id
         Its number, from 0.
-    state
-        ``"idle"`` or ``"processing"``.
+    is_processing
+        Whether it computes a request.
     n_tokens
         Tokens that it holds; None if the server does not say: before the first request, and after a restore.
     n_ctx
@@ -87,20 +87,10 @@ class Slot:
     """
 
     id: int
-    state: str
+    is_processing: bool
     n_tokens: int | None
     n_ctx: int
     is_drafting: bool = False
-
-    @property
-    def is_processing(self) -> bool:
-        """Whether it computes a request."""
-        return self.state == "processing"
-
-    @property
-    def capacity(self) -> float:
-        """The used share of its context, 0 to 1."""
-        return min(self.n_tokens / self.n_ctx, 1.0) if self.n_tokens and self.n_ctx > 0 else 0.0
 
 
 class SlotAction(NamedTuple):
@@ -133,8 +123,8 @@ class LlamaServer:
 
     Examples
     --------
-    >>> LlamaServer("http://127.0.0.1:8080").slot(0).capacity  # doctest: +SKIP
-    0.25
+    >>> LlamaServer("http://127.0.0.1:8080").slot(0).n_tokens  # doctest: +SKIP
+    256
     """
 
     def __init__(
@@ -282,7 +272,7 @@ class LlamaServer:
         n_tokens = answer.get("n_prompt_tokens")
         return Slot(
             int(answer["id"]),
-            "processing" if answer["is_processing"] else "idle",
+            bool(answer["is_processing"]),
             None if n_tokens is None else int(n_tokens),
             int(answer["n_ctx"]),
             bool(answer.get("speculative")),

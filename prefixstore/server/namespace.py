@@ -220,14 +220,10 @@ class ServerIdentity:
         except ContextError:
             return None
 
-    def is_running(self) -> bool:
-        """Whether the process of the server still runs; False if it is not known."""
-        return self.process is not None and start_ticks(self.process[0]) == self.process[1]
-
     def check(self, server: LlamaServer) -> None:
         """Raise `ServerRefusedError` if another server answers there by now, or its model was replaced."""
         if self.process is not None:
-            is_same = self.is_running()
+            is_same = start_ticks(self.process[0]) == self.process[1]
         else:
             is_same = all(_file_identity(path) == found for path, found in self.files.items())
         if not is_same:

@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
@@ -121,28 +122,19 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         session.failure = failure
         child = Child(command, environ, upstream.is_healthy, session.ready, session.down)
         session.when_lost = child.lost
-
-        def end() -> None:
-            child.kill()
-            shutil.rmtree(private, ignore_errors=True)
-
-        asyncio.run(_serve(settings, sockets, session, child.run(), child.stop, end, has_keys=command.has_keys))
+        asyncio.run(_serve(settings, sockets, session, child, private, has_keys=command.has_keys))
 
 
 async def _serve(
     settings: ServeSettings,
     sockets: list[socket.socket],
     session: ServerSession,
-    work: Coroutine[Any, Any, None],
-    stop: Callable[[], Awaitable[None]],
-    end: Callable[[], None],
+    child: Child,
+    private: Path,
     *,
     has_keys: bool,
 ) -> None:
-    """Serve while the server is kept running (`work`).
-
-    `stop` ends it, and `end` leaves nothing behind if somebody does not want to wait.
-    """
+    """Serve while the child is kept running. The `private` directory is removed if somebody does not want to wait."""
     stopped = asyncio.Event()
     registry = new_registry()
     stores = StoreMetrics(registry)
@@ -171,19 +163,20 @@ async def _serve(
             settings.announce("stopping: finishing running requests, and storing the contents of the slots")
         elif number == signal.SIGINT:
             settings.announce("stopping immediately: the contents of the slots are not stored")
-            end()
+            child.kill()
+            shutil.rmtree(private, ignore_errors=True)
             # as after SIGKILL, the store is complete
             os._exit(0)
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
-        working = asyncio.create_task(work)
+        working = asyncio.create_task(child.run())
         working.add_done_callback(lambda _: stopped.set())
         try:
             await _listen(proxy, sockets, settings.announce, stopped)
         finally:
             await session.close()
-            await stop()
+            await child.stop()
             await asyncio.gather(working, return_exceptions=True)
             await session.upstream.close()
     if (failure := failure_of(working)) is not None:
