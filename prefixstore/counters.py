@@ -113,8 +113,6 @@ class Histogram:
 # What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are one.
 OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
 OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})
-# misses of prompts that were to bypass the store: they say nothing about it
-PASSED = frozenset({"bypassed", "session"})
 # seconds
 DAY = 86_400
 # figures that may wait to be written; those of further namespaces are counted together, under no namespace
@@ -180,7 +178,8 @@ class Counters:
     def _keep(self, name: str, by: int, namespace: bytes) -> None:
         """Collect a count for the location, if it is one that is kept."""
         group, _, reason = name.partition(":")
-        if group == "miss" and reason not in PASSED:
+        # those of prompts that were to bypass the store say nothing about it
+        if group == "miss" and reason != "bypassed":
             name = "misses"
         if by and name in self.collected:
             whose = short(namespace) if len(self._kept) < MOST_WAITING else OTHERS

@@ -136,9 +136,8 @@ class Stats:
         ``"loaded_state"``, ``"changed"`` (the context held more of the prompt
         than the store, through a state or a change with unknown tokens; it was used, and nothing is stored after it),
         ``"sequence_in_use"`` (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the
-        ``Llama`` has a different context from when the store was attached), ``"session"`` (admitted with
-        ``reuse="live"`` or ``"none"``), ``"closed"`` (the ``Llama`` is), ``"not_attached"`` (the ``Llama`` could not be
-        attached when it asked: the log says why), ``"error"``.
+        ``Llama`` has a different context from when the store was attached), ``"closed"`` (the ``Llama`` is),
+        ``"not_attached"`` (the ``Llama`` could not be attached when it asked: the log says why), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"undecryptable"`` (rows and payloads that were changed, or whose key is missing),

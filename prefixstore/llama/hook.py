@@ -84,7 +84,6 @@ class Hook:
         engine.describe(namespace, model_name(llm.metadata))
         self.attachment = Attachment(self.context)
         self.saved = SavedStates()
-        self.reads = True
         self.n_evaluated = 0
         self.sessions: Callable[[], Sessions | None] = lambda: None
 
@@ -380,11 +379,6 @@ class Hook:
             unknown = context.lineage.unknown
             if unknown is not None and self.strategy.keeps(unknown, tokens, limit):
                 context.count_miss(unknown.value)
-                return False
-            if not self.reads:
-                context.count_miss("session")
-                # a context that cannot step back to what it shares with the prompt is emptied
-                self.strategy.live_prefix(tokens)
                 return False
             context.engine.token_seconds = context.rate.token_seconds
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)

@@ -82,17 +82,14 @@ class Session:
 
     # -- what it found ------------------------------------------------------------------------------------------------
 
-    def resume(self, *, uses_live: bool, uses_store: bool) -> None:
+    def resume(self) -> None:
         """Bring what can be reused of the session into the context: of what that holds, and of what is stored."""
         started, context = time.perf_counter(), self._hook.context
         context.settle()
         # what is restored is counted, but no lookup: a prompt follows
         context.prompt = PromptMeter(is_prompt=False)
-        if not uses_live:
-            self._hook.before_leaving()
-            context.empty()
         self.n_live = context.continued(self._held)
-        if uses_store and self.n_live < len(self._held):
+        if self.n_live < len(self._held):
             self._hook.restore_up_to(self._held, len(self._held))
         n = context.continued(self._held)
         context.prompt.looked_up(len(self._held), n, time.perf_counter() - started)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.forks import register_at_fork
 from prefixstore.errors import BusyError, ContextError, InvalidParameterError, NotAttachedError
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from prefixstore.llama.attached import AttachedStore
     from prefixstore.llama.hook import Hook
 
-__all__ = ["MAX_NAME_BYTES", "Reuse", "Sessions"]
-
-Reuse: TypeAlias = Literal["both", "live", "store", "none"]
+__all__ = ["MAX_NAME_BYTES", "Sessions"]
 
 MAX_NAME_BYTES = 512
 
@@ -74,16 +72,13 @@ class Sessions:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, name: str, *, reuse: Reuse = "both", timeout: float | None = None) -> Session:
+    def admit(self, name: str, *, timeout: float | None = None) -> Session:
         """Wait for the ``Llama``, and have it for this session until its ``with`` block ends.
 
         Parameters
         ----------
         name
             Of the session; a new one begins with nothing.
-        reuse
-            What may be used of earlier work: what is live in the context and what is in the store (``"both"``), one of
-            them, or nothing. What the session computes is stored in any case.
         timeout
             Seconds to wait at most; None for no limit. Others that wait come first.
 
@@ -102,33 +97,31 @@ class Sessions:
         NotAttachedError
             If the store was closed, or detached.
         """
-        self._check(name, reuse, timeout)
+        self._check(name, timeout)
         ticket = Ticket()
         try:
             self.queue.enter(ticket)
             if not self.queue.wait(ticket, timeout):
                 raise self._busy(name, timeout)
-            return self._begin(name, reuse, ticket)
+            return self._begin(name, ticket)
         except BaseException:
             self.give_up(ticket)
             raise
 
     @asynccontextmanager
-    async def aadmit(
-        self, name: str, *, reuse: Reuse = "both", timeout: float | None = None
-    ) -> AsyncGenerator[Session]:
+    async def aadmit(self, name: str, *, timeout: float | None = None) -> AsyncGenerator[Session]:
         """As `admit`, for ``async with``: the event loop keeps running while this waits, restores and stores.
 
         The calls of the session compute, so run them in a thread: ``await asyncio.to_thread(session.eval, tokens)``.
         If the task is cancelled, the end of the block waits for the call that is under way.
         """
-        self._check(name, reuse, timeout)
+        self._check(name, timeout)
         ticket, session = Ticket(is_async=True), None
         try:
             self.queue.enter(ticket)
             if not await self.queue.wait_async(ticket, timeout):
                 raise self._busy(name, timeout)
-            session = await in_thread(partial(self._begin, name, reuse, ticket))
+            session = await in_thread(partial(self._begin, name, ticket))
             yield session
         except GeneratorExit:
             # the loop is closed, and nothing can be awaited: the session is dropped, and with it the place
@@ -162,10 +155,8 @@ class Sessions:
         self.count("session_timeouts")
         return BusyError(f"session {name!r} has waited {timeout or 0:g} s for the Llama, which another session has")
 
-    def _check(self, name: str, reuse: str, timeout: float | None) -> None:
+    def _check(self, name: str, timeout: float | None) -> None:
         _check_name(name)
-        if reuse not in get_args(Reuse):
-            raise InvalidParameterError(f"reuse={reuse!r} is unknown; choose one of 'both', 'live', 'store', 'none'")
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         # of a number that is no number, both are false; one that is too large has no float
         if timeout is not None and not (is_number and (0 <= timeout <= threading.TIMEOUT_MAX or timeout == math.inf)):
@@ -184,7 +175,7 @@ class Sessions:
 
     # -- a turn at the Llama ------------------------------------------------------------------------------------------
 
-    def _begin(self, name: str, reuse: str, ticket: Ticket) -> Session:
+    def _begin(self, name: str, ticket: Ticket) -> Session:
         """Prepare the context for a session. The caller is the first in the queue, and gives up if this fails."""
         with self.queue.in_use:
             self._check_usable()
@@ -200,15 +191,14 @@ class Sessions:
                 evicted = self._table.used(entry)
             self._table.forget(evicted)
             # completions use the store, which keeps everything that is captured
-            self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
+            self._engine.captures.wants_all = True
             llm.cache = self._store
-            session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
+            session.resume()
             self.count(f"session:{session.source}")
             return session
 
     def give_back(self, turn: Turn) -> None:
         """Undo what a turn has changed. Does nothing the second time."""
-        self.hook.reads = True
         self._engine.captures.wants_all = False
         llm: Any = self.hook.context.llm_or_none
         # a store that was detached meanwhile is no cache any more

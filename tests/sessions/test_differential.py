@@ -66,7 +66,7 @@ class Conversations:
 
     def step(self):
         name = self.chance.choice(list(self.said))
-        act = self.chance.choices(["turn", "edit", "abort", "break", "reuse"], [8, 3, 2, 2, 1])[0]
+        act = self.chance.choices(["turn", "edit", "abort", "break"], [8, 3, 2, 2])[0]
         said = self.said[name]
         if act == "edit":
             said = said[: self.chance.randint(1, len(said))]
@@ -74,23 +74,21 @@ class Conversations:
         if len(prompt) > SMALL["n_ctx"] - 32:
             prompt = prompt[:40]
         n = self.chance.randint(1, 9)
-        reuse = self.chance.choice(["live", "store", "none"]) if act == "reuse" else "both"
         before = self.n_separate
-        answer, computed = self.in_session(name, prompt, n, act, reuse)
+        answer, computed = self.in_session(name, prompt, n, act)
         assert answer == list(islice(self.alone[name].generate(prompt, temp=0), n)), (name, act)
         separate = self.n_separate - before
-        at_most = separate + self.tail.pop(name, 0) if reuse == "both" else len(prompt) + n
-        assert computed <= at_most, (name, act, computed, separate)
+        assert computed <= separate + self.tail.pop(name, 0), (name, act, computed, separate)
         self.said[name] = prompt + answer
         if act == "break":
             # nothing is captured at the end of a block that fails
             self.tail[name] = n
 
-    def in_session(self, name, prompt, n, act, reuse):
+    def in_session(self, name, prompt, n, act):
         before = self.store.stats().tokens_computed
         tokens = []
         try:
-            with self.sessions.admit(name, reuse=reuse) as session:
+            with self.sessions.admit(name) as session:
                 generation = session.generate(prompt, temp=0)
                 tokens = list(islice(generation, n))
                 if act == "abort":

@@ -31,7 +31,6 @@ def assert_free(llm, store, sessions):
     assert len(sessions.queue) == 0
     assert sessions.turn is None
     assert llm.cache is None
-    assert store._current.reads
     assert not store.engine.captures.wants_all
 
 

@@ -60,20 +60,6 @@ def test_a_session_continues_where_it_was_left(kind, llama, open_store):
     assert (source, n_live, n_restored) == ("live", 120, 0)
 
 
-def test_it_may_reuse_less(store, sessions):
-    tokens = prompt(100)
-    turn(sessions, "alice", tokens)
-    assert turn(sessions, "alice", tokens, reuse="none")[:3] == ("cold", 0, 0)
-    assert turn(sessions, "alice", tokens, reuse="live")[:3] == ("live", 105, 0)
-    assert turn(sessions, "alice", tokens, reuse="store")[:3] == ("store", 0, 105)
-    turn(sessions, "bob", prompt(50, seed=1))
-    # what is stored is not looked up either
-    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="live")) == 105
-    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="none")) == 105
-    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="both")) == 6
-    assert store.stats().misses["session"] > 0
-
-
 def test_what_is_live_of_another_session_is_used_and_is_not_held(store, sessions):
     system = prompt(64)
     turn(sessions, "alice", system + prompt(20, seed=1))
@@ -297,7 +283,6 @@ def test_a_fault_of_the_store_leaves_no_block(step, llama, store, monkeypatch, c
         ({"name": 7}, "non-empty string"),
         ({"name": "x" * 513}, "513 bytes"),
         ({"name": "\ud800"}, "valid text"),
-        ({"name": "a", "reuse": "all"}, "reuse='all' is unknown"),
         ({"name": "a", "timeout": -1}, "timeout=-1"),
         ({"name": "a", "timeout": float("nan")}, "timeout=nan"),
         ({"name": "a", "timeout": 10**400}, "of at most .* or None for no limit"),
