@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,47 @@ from prefixstore.backends.sql.migrations import HEAD, VERSION_TABLE
 from prefixstore.cli import main
 from prefixstore.errors import IncompatibleError, LocationError
 from tests.support.places import refusal
-from tests.support.revisions import LATER, OLD, a_later_version, write_old
 from tests.support.rows import delete
 from tests.support.sql_rows import change, contents, opened, put, require_intact, row
 
 ROOT = Path(__file__).parents[2]
+OLD, LATER = HEAD, "9001"
+REVISION = f'''"""Columns, a table, and a count of what is there."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "{LATER}"
+down_revision = "{OLD}"
+
+
+def upgrade():
+    for name in ("one", "two", "three", "four"):
+        op.add_column("prefixstore_rows", sa.Column(name, sa.SmallInteger(), nullable=False, server_default="0"))
+    op.add_column("prefixstore_meta", sa.Column("counted", sa.BigInteger(), nullable=False, server_default="0"))
+    op.execute("UPDATE prefixstore_meta SET counted = (SELECT count(*) FROM prefixstore_rows)")
+    op.create_table("prefixstore_later", sa.Column("name", sa.LargeBinary(), primary_key=True))
+'''
+
+
+@contextmanager
+def a_later_version(directory):
+    """In the block prefixstore is a later version, whose schema has one revision more, in this directory."""
+    migrations = directory / "migrations"
+    shutil.copytree(migrate.migrations_directory(), migrations)
+    (migrations / "versions" / f"r{LATER}_later.py").write_text(REVISION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate, "migrations_directory", lambda: migrations)
+        patch.setattr(migrate, "HEAD", LATER)
+        yield
+
+
+def write_old(url):
+    """Write a store as this version does; its rows."""
+    migrate.upgrade(url)
+    with opened(url) as backend:
+        put(backend, *(row(i, size) for i, size in enumerate((700, 900, 0))))
+        return contents(backend)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
