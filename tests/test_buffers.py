@@ -1,7 +1,5 @@
 """Buffers for pages on their way into the store and out of it."""
 
-from __future__ import annotations
-
 import random
 import threading
 from functools import partial

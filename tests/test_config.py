@@ -1,7 +1,5 @@
 """One file for jobs and servers, and explanations why two namespaces differ."""
 
-from __future__ import annotations
-
 import inspect
 
 import llama_cpp

@@ -1,7 +1,5 @@
 """Whatever a parameter is given, an error is one of ours."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from datetime import timedelta

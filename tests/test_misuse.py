@@ -1,7 +1,5 @@
 """Bad input gets an error of our tree that names the parameter and the way out."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a store is before a Llama is attached; memory that several stores name; an empty store."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixstore import ClosedError, MisuseError, NotAttachedError, PrefixStore

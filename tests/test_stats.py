@@ -1,7 +1,5 @@
 """What a store keeps of a context, as a type that is also text; and what its statistics count."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes and durations as text, and what fits a budget."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

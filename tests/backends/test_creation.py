@@ -1,7 +1,5 @@
 """Locations that are made: by several processes at once, by one that is killed, and not by who only reads."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

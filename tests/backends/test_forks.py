@@ -1,7 +1,5 @@
 """What is held while the process forks, and renewed in the child."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

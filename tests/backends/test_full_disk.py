@@ -1,7 +1,5 @@
 """A disk that is full: pages are refused and all others can be read, until there is space again."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

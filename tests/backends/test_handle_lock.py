@@ -1,7 +1,5 @@
 """The lock on a handle: shared by those that use it, exclusive to the one that replaces it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Where keys come from, and what is said if there are none."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Rows in LMDB: what the contract promises of them, and the location that they are in."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

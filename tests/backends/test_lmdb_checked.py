@@ -1,7 +1,5 @@
 """Opening an LMDB file has a child process walk it, unless it was closed by us and nothing has changed since."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Compaction of an LMDB store; after `compact(erase=True)` nothing of what was deleted can be read from its files."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """An LMDB file within its limit: while the budget has space, pages can be written and deleted."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from contextlib import suppress

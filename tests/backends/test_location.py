@@ -1,7 +1,5 @@
 """Locations as users write them."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Object storage: the contract on real servers, and what is specific to it."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

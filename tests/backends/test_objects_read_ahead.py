@@ -1,7 +1,5 @@
 """Payloads of object storage on their way: as many at a time as the link takes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

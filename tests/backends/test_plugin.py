@@ -1,7 +1,5 @@
 """The backend that docs/backends.md shows: complete, short, installed as a package, and as good as our own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

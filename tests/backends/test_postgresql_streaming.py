@@ -1,7 +1,5 @@
 """Payloads of a PostgreSQL store as they arrive: given up, asked for in between, cut, and their memory."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 from itertools import islice

@@ -1,7 +1,5 @@
 """Memory for payloads that are received."""
 
-from __future__ import annotations
-
 from prefixstore.backends import received
 from prefixstore.backends.received import ReceivedMemory
 

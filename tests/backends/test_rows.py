@@ -1,7 +1,5 @@
 """The contract of a backend that keeps rows, for memory; and what is special about memory, and about a draft."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Sealed messages: they come back, and nothing of them can be changed, moved, shortened or joined."""
 
-from __future__ import annotations
-
 import io
 import os
 

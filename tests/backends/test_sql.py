@@ -1,7 +1,5 @@
 """SQLite and PostgreSQL: the contracts, the names of locations, and pages of the engine in them."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing, contextmanager
 

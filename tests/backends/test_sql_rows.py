@@ -1,7 +1,5 @@
 """Rows in SQLite and PostgreSQL: what is stored, in how many statements, and what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import sys

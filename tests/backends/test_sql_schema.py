@@ -1,7 +1,5 @@
 """The schema of SQL stores and its migrations; the file of a SQLite store; ``prefixstore migrate``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """The store's own threads: they do what callers hand over, and a caller who stops waiting does no harm."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext, suppress
 from queue import Empty

@@ -1,7 +1,5 @@
 """Directories and files that other users could have made or can change; and reading without the right to write."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

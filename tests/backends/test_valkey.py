@@ -1,7 +1,5 @@
 """Locations in a Valkey server: the contract, and what is special to them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Why a prompt is not found, on a real model."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

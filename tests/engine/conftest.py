@@ -1,7 +1,5 @@
 """The time of an engine."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

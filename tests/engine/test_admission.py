@@ -1,7 +1,5 @@
 """New pages that are worth less than what would be evicted for them are not written; and what is learned is kept."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import numpy as np

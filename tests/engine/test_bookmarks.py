@@ -1,7 +1,5 @@
 """Bookmarks: bounded, within the budget, written after their pages, and gone with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 

@@ -1,7 +1,5 @@
 """What a put, an eviction or a lookup costs, counted in steps: it must not grow with pins, tenants or expired pages."""
 
-from __future__ import annotations
-
 import cProfile
 import heapq
 import pstats

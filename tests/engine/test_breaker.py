@@ -1,7 +1,5 @@
 """How long a location may take to answer before its circuit opens."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing, contextmanager
 

@@ -1,7 +1,5 @@
 """Budgets: quotas of tenants, expiry, priorities."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """The catalog's lock: never held while the backend is asked, because a completion may wait for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend, SortedRows

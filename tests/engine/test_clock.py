@@ -1,7 +1,5 @@
 """A clock that is wrong, here or on another machine, does not end the order of last use."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from dataclasses import replace

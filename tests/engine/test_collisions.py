@@ -3,8 +3,6 @@
 The keys cannot be made to collide, so these tests weaken the hash, or write records by hand.
 """
 
-from __future__ import annotations
-
 import io
 from contextlib import closing
 from dataclasses import replace

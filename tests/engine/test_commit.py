@@ -1,7 +1,5 @@
 """Commits: one transaction for pages, uses and deletions, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """When a restore is worth it."""
 
-from __future__ import annotations
-
 from prefixstore.engine.compute_rate import MAX_CAPTURE_SHARE, MAX_SLOWDOWN, RETRY_EVERY, SMALLEST_BATCH, ComputeRate
 
 

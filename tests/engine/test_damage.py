@@ -1,7 +1,5 @@
 """Damaged pages in an engine: they are not restored, and are deleted with their descendants."""
 
-from __future__ import annotations
-
 import lmdb
 import pytest
 

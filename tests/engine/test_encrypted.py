@@ -1,7 +1,5 @@
 """An encrypted location: what can be read of it without a key, what damage and forgery lead to, and its keys."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

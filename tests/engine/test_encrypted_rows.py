@@ -1,7 +1,5 @@
 """How the rows of an encrypted location are named: neighbours stay neighbours, and ranges stay ranges."""
 
-from __future__ import annotations
-
 import re
 from itertools import takewhile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Eviction on request: in the order of the store's policy, down to a size, or only tried."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The eviction policies: how they rank, what the adaptive one learns and keeps; in the end its parts."""
 
-from __future__ import annotations
-
 import random
 from hashlib import blake2b
 

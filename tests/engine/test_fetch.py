@@ -1,7 +1,5 @@
 """States of stored pages: in order, verified, from the nearest source, and without leaks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What an engine tells of itself: what was given up, what was written and deleted, what found no space."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a location keeps of how it was used: merged, bounded, honest, and never in the way."""
 
-from __future__ import annotations
-
 import logging
 import time
 from types import SimpleNamespace

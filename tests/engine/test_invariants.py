@@ -1,7 +1,5 @@
 """`check` finds each kind of violation, in whatever order pages are stored, and in bounded memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

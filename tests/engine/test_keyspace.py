@@ -1,7 +1,5 @@
 """The rows of a location: the index of children against plain lists, whatever is in it."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left, bisect_right
 from contextlib import closing

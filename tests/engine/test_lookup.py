@@ -1,7 +1,5 @@
 """Lookups, compared with brute force: over what is stored, what waits, and both; and with what others have done."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages in rows: what every location promises of them, what is counted, and what damaged rows lead to."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import closing
 

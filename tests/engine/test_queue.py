@@ -1,7 +1,5 @@
 """The write queue: what is submitted is written in the background, in order, and within its memory."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The settings of a namespace are stored as long as it has pages, and no longer."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixstore.engine.delete import Choice

@@ -1,7 +1,5 @@
 """Which snapshots are thinned, as a function of positions; then the same in an engine."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which leaves are chosen for eviction: by samples of their rows, whatever others do, and whatever the counts say."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

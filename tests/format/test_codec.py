@@ -1,7 +1,5 @@
 """Packed states: what was written is read back, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import struct

@@ -1,7 +1,5 @@
 """Tokens and the keys made of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

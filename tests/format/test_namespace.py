@@ -1,7 +1,5 @@
 """What must be equal for a state to be valid."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

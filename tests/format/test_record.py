@@ -1,7 +1,5 @@
 """Records and usage: what was written is read back, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

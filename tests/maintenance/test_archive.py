@@ -1,7 +1,5 @@
 """A location without a model: inspect it, delete from it, repair it."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Pages from any backend into any other, directly or through a portable file."""
 
-from __future__ import annotations
-
 import io
 import struct
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Records that cannot be read: of a newer version, or damaged."""
 
-from __future__ import annotations
-
 import xxhash
 
 from prefixstore.engine.keyspace import RECORD

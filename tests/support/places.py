@@ -1,7 +1,5 @@
 """Locations of every backend, and pages in them without a model."""
 
-from __future__ import annotations
-
 import base64
 import subprocess
 from contextlib import closing, contextmanager
