@@ -92,10 +92,13 @@ def scheme_of(text: str) -> str:
 def without_password(text: str) -> str:
     """A location as it may be shown and logged: without passwords, wherever in a URL they are."""
     # up to the last @: a password may hold others, although they should be written %40
-    text = re.sub(r"(://[^/@:?#]*):.*@", r"\1:***@", text, flags=re.DOTALL)
-    address, mark, options = text.partition("?")
+    hidden = re.sub(r"(://[^/@:?#]*):.*@", r"\1:***@", text, flags=re.DOTALL)
+    if "@" in text.partition("?")[2] and hidden != text:
+        # what comes after that @ may be of a password, too: no such URL can be opened
+        return hidden.rpartition("@")[0]
+    address, mark, options = hidden.partition("?")
     if not mark or "://" not in address:
-        return text
+        return hidden
     return address + mark + "&".join(map(_shown_option, options.split("&")))
 
 

@@ -89,6 +89,8 @@ SECRETS = [
     "postgresql://me:%53S3CRET@127.0.0.1:1/db?password=S3CRET",
     "postgresql://joe:S3CRET@127.0.0.1:port/x",
     "postgresql+asyncpg://joe:S3CRET@h/x?password=S3CRET",
+    "postgresql://127.0.0.1:1/db?password=S3@CRET",
+    "postgresql://joe:S3CRET@h:1/x?password=S3@CRET",
     "redis://me:S3CRET@127.0.0.1:1",
     "sqlite://joe:S3CRET@host/x.db?password=S3CRET",
     "lmdb://joe:S3CRET@host/x?password=S3CRET",
