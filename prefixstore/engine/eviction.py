@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from functools import reduce
 from typing import NamedTuple, TypeAlias
 
@@ -26,7 +25,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
 from prefixstore.format.keys import KEY_BYTES
 
-__all__ = ["ALL", "POLICIES", "Cause", "Eviction", "Group", "Rank", "Victim", "Victims"]
+__all__ = ["ALL", "POLICIES", "Group", "Rank", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -95,26 +94,6 @@ class Victim(NamedTuple):
     def row(self) -> bytes:
         """Its leaf row."""
         return leaf_row(self.namespace, self.key)
-
-
-class Cause(Enum):
-    """Why a page left the location."""
-
-    SPACE = "space"
-    """The location was full."""
-    QUOTA = "quota"
-    """The tenant held as much as it may."""
-    ASKED = "asked"
-    """``PrefixStore.evict`` or ``prefixstore evict``."""
-    EXPIRED = "expired"
-    """Its time to live had passed."""
-
-
-class Eviction(NamedTuple):
-    """When a page was evicted, in seconds since the epoch, and why."""
-
-    at: float
-    cause: Cause
 
 
 class Victims:

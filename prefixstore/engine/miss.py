@@ -34,7 +34,7 @@ def miss_reason(
     """
     if len(tokens) < max(min_tokens, 1):
         return "short"
-    if engine.evictor.eviction_of(page_key(namespace, tokens[:page_tokens].tobytes())) is not None:
+    if engine.evictor.has_evicted(page_key(namespace, tokens[:page_tokens].tobytes())):
         return "evicted"
     return "diverged" if n_matched else "not_found"
 

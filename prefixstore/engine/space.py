@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import Evicted
-from prefixstore.engine.eviction import ALL, Cause, Eviction, Group, Victim, Victims
+from prefixstore.engine.eviction import ALL, Group, Victim, Victims
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page import Page
 from prefixstore.engine.page_update import Transaction
@@ -62,7 +62,7 @@ class Evictor(Part):
         self.peak_bytes = 0
         self.n_evicted = 0
         # the latest evictions, each page once
-        self._evicted: dict[bytes, Eviction] = {}
+        self._evicted: dict[bytes, None] = {}
 
     def saw(self, used: Used) -> None:
         """Note how much the location holds."""
@@ -94,7 +94,7 @@ class Evictor(Part):
             # what a location takes is known exactly only after a commit
             while left > max_bytes and len(chosen) > n_before:
                 n_before = len(chosen)
-                chosen += self.shrink(max_bytes, Cause.ASKED)[0]
+                chosen += self.shrink(max_bytes)[0]
                 self._backend.rows.reclaim()
                 left = self._stored_bytes()
             self._backend.mend()
@@ -105,7 +105,7 @@ class Evictor(Part):
         with self._backend.view() as view:
             return view.used.bytes
 
-    def shrink(self, max_bytes: int, cause: Cause = Cause.SPACE) -> tuple[list[bytes], int]:
+    def shrink(self, max_bytes: int) -> tuple[list[bytes], int]:
         """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
         Returns the keys of the pages that were evicted, and what the location holds now, in bytes. Raises `FullError`
@@ -115,7 +115,7 @@ class Evictor(Part):
         at_once = PAGES_AT_ONCE
         while True:
             try:
-                some, used, is_done = self._shrink_some(max_bytes, at_once, cause)
+                some, used, is_done = self._shrink_some(max_bytes, at_once)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
@@ -124,11 +124,11 @@ class Evictor(Part):
                 return evicted, used
 
     @retried
-    def _shrink_some(self, max_bytes: int, at_once: int, cause: Cause) -> tuple[list[bytes], int, bool]:
+    def _shrink_some(self, max_bytes: int, at_once: int) -> tuple[list[bytes], int, bool]:
         with self.catalog.update(self._backend) as transaction:
             self.load(transaction)
             enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-            evicted, is_left = Space(self, transaction, cause).shrink(enough, at_most=at_once)
+            evicted, is_left = Space(self, transaction).shrink(enough, at_most=at_once)
             used = transaction.used.bytes
         return evicted, used, used <= max_bytes or not is_left
 
@@ -178,40 +178,32 @@ class Evictor(Part):
         with self.catalog.lock:
             return self.catalog.policy.admits(Leaf.of(head, page.usage), victim.leaf)
 
-    def evicted(self, victim: Victim, cause: Cause, now: int) -> None:
+    def evicted(self, victim: Victim, now: int) -> None:
         """Count and remember that a victim was deleted, at this time in nanoseconds since the epoch."""
-        is_expired = cause is Cause.EXPIRED
         with self.catalog.lock:
-            if not is_expired:
+            if not victim.is_expired:
                 self.catalog.policy.evicted(victim.key, victim.leaf.uses, victim.last_used)
             self._evicted.pop(victim.key, None)
-            self._evicted[victim.key] = Eviction(now / 1e9, cause)
+            self._evicted[victim.key] = None
             if len(self._evicted) > REMEMBERED:
                 del self._evicted[next(iter(self._evicted))]
             self.n_evicted += 1
-        self._counters.count("expired" if is_expired else "evictions", namespace=victim.namespace)
-        if not is_expired and time_of_use(victim.leaf.last_used, now):
+        self._counters.count("expired" if victim.is_expired else "evictions", namespace=victim.namespace)
+        if not victim.is_expired and time_of_use(victim.leaf.last_used, now):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
 
-    def eviction_of(self, key: bytes) -> Eviction | None:
-        """When and why this process has evicted a page, if it was lately."""
-        return self._evicted.get(key)
+    def has_evicted(self, key: bytes) -> bool:
+        """Whether this process has evicted a page lately."""
+        return key in self._evicted
 
 
 class Space:
-    """Makes space in one transaction.
+    """Makes space in one transaction."""
 
-    Parameters
-    ----------
-    cause
-        Why it evicts, apart from quotas and from pages that have expired.
-    """
-
-    def __init__(self, evictor: Evictor, transaction: Transaction, cause: Cause = Cause.SPACE) -> None:
+    def __init__(self, evictor: Evictor, transaction: Transaction) -> None:
         self._evictor = evictor
         self._budget = evictor.budget
         self._transaction = transaction
-        self._cause = cause
         # the leaves of groups, in the order in which to evict them
         self._victims: dict[Group, Victims] = {}
         # the page that is deleted for the one for which space is made
@@ -260,7 +252,7 @@ class Space:
                 while is_exceeded and (victim := self._lowest(group)) is not None:
                     if not admits(victim):
                         return DropReason.ADMISSION
-                    self._take(victim, group)
+                    self._take(victim)
                     is_exceeded = exceeds()
             if is_exceeded:
                 return reason
@@ -283,7 +275,7 @@ class Space:
             if victim is None:
                 return evicted, False
             n_taken += 1
-            if self._take(victim, ALL):
+            if self._take(victim):
                 evicted.append(victim.key)
         return evicted, True
 
@@ -296,7 +288,7 @@ class Space:
             victim = self._lowest(ALL)
             if victim is None or not victim.is_expired:
                 return False
-            self._take(victim, ALL)
+            self._take(victim)
         return True
 
     # -- limits -------------------------------------------------------------------------------------------------------
@@ -338,7 +330,7 @@ class Space:
             victims.spare(victim)
         return None
 
-    def _take(self, victim: Victim, group: Group) -> bool:
+    def _take(self, victim: Victim) -> bool:
         """Delete a victim; whether it was an eviction: its page may have gone before."""
         transaction = self._transaction
         is_stored = transaction.delete(victim.key)
@@ -346,9 +338,7 @@ class Space:
             transaction.drop_leaf(victim.namespace, victim.key)
         self.added(victim.namespace, victim.leaf.parent)
         if is_stored:
-            cause = self._cause if group is ALL else Cause.QUOTA
-            cause = Cause.EXPIRED if victim.is_expired else cause
-            transaction.after_commit.append(partial(self._evictor.evicted, victim, cause, time.time_ns()))
+            transaction.after_commit.append(partial(self._evictor.evicted, victim, time.time_ns()))
         return is_stored
 
 
