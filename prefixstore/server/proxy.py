@@ -242,6 +242,9 @@ class Proxy:
             self._passed(exchange, passed)
         if ask.field is not None:
             self._tell_of_field(ask.field)
+        if tokens is None and ask.id_slot is None and not is_separated and not ask.taints:
+            # the server itself knows best which slot has such a prompt
+            can_choose = len(manager.pool.slots) == 1
         if not can_choose and (is_separated or ask.taints):
             await self._in_all_slots(exchange, ask, body, owner, tokens, is_counted=passed is None)
         elif not can_choose and reason is not None:

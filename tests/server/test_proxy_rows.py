@@ -55,6 +55,18 @@ def test_the_rows_of_a_request_that_may_alter_them_are_neither_used_nor_stored(
 
 
 @pytest.mark.slow
+def test_infill_goes_on_in_the_slot_that_has_it_as_with_the_server_alone(serve: Serve):
+    marks = {"pre": 300, "suf": 301, "mid": 302}
+    options = [("--override-kv", f"tokenizer.ggml.fim_{name}_token_id=int:{token}") for name, token in marks.items()]
+    served = serve(*(part for option in options for part in option))
+    computed = []
+    for i, more in ((1, ""), (2, ""), (2, " and more"), (1, " and more")):
+        request = {"input_prefix": prompt(i) + more, "input_suffix": "end", "n_predict": 1, "temperature": 0}
+        computed.append(cached(served.post("/infill", json=request).json()))
+    assert max(computed[:2]) < 50 < 200 < min(computed[2:])
+
+
+@pytest.mark.slow
 def test_an_unknown_field_where_no_slot_can_be_named_empties_all(serve: Serve):
     served = serve()
     for i in (4, 5):
