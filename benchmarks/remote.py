@@ -64,7 +64,6 @@ STATES = EMPTY, WARM, LOST = "near one empty", "near one warm", "far one lost"
 MOST = 1.05
 # how often the prompt is computed
 COMPUTED = {"1B": 3, "8B": 2}
-COMPUTING = "computing"
 # least GB/s of a restore, and least speed relative to LMDB
 RATES = {"PostgreSQL, socket": 1.0, "Valkey, TCP": 1.0}
 SHARES = {"Valkey, socket": 0.25}

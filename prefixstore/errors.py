@@ -86,9 +86,9 @@ class FullError(StorageError):
         How many bytes were to be written together, and how many the file or the disk has left; None if not known.
     """
 
-    def __init__(self, message: str, *, asked: int | None = None, available: int | None = None) -> None:
+    def __init__(self, message: str, *, available: int | None = None) -> None:
         super().__init__(message)
-        self.asked = asked
+        self.asked: int | None = None
         self.available = available
 
     def __str__(self) -> str:

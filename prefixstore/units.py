@@ -135,9 +135,9 @@ def format_number(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def counted(n: int, one: str, many: str | None = None) -> str:
+def counted(n: int, one: str) -> str:
     """A number of things: ``1 page``, ``1,234 pages``."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+    return f"{n:,} {one if n == 1 else one + 's'}"
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

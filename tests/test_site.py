@@ -103,6 +103,7 @@ def test_commands_in_the_documents_exist_with_their_options(document):
             command, given = command.commands[given[0]], given[1:]
             context = type(command).context_class(command, info_name=command.name, parent=context)
         assert command is not program, words
+        assert not hasattr(command, "commands") or not given, words
         command.make_parser(context).parse_args(list(given))  # raises for an unknown option
 
 

@@ -173,9 +173,14 @@ def _call(method: str, participants: Iterable[object]) -> None:
         raise failures[0]
 
 
+def _fork() -> object:
+    """The entry of this thread while it forks; another one may fork at the same time."""
+    return "fork", threading.get_ident()
+
+
 def _before_fork() -> None:
     global _is_quiet
-    _gate.enter_alone(_FORK)
+    _gate.enter_alone(_fork())
     _is_quiet = True
     _call("before_fork", _handles())
 
@@ -183,7 +188,7 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     global _is_quiet
     _is_quiet = False
-    _gate.leave(_FORK)
+    _gate.leave(_fork())
 
 
 def _after_fork_in_child() -> None:
@@ -198,8 +203,6 @@ def _after_fork_in_child() -> None:
         _is_quiet = False
 
 
-# the entry of the thread that forks
-_FORK = object()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 

@@ -241,15 +241,15 @@ class Space:
         is_full = is_too_much()
         if is_full and self._budget_is_exceeded(kept, _least_of(self._transaction)):
             return DropReason.BUDGET
-        limits, mine = [], [group] if group is not None else []
+        limits: list[tuple[DropReason, Callable[[], bool], Sequence[Group]]] = []
         if group is not None:
-            limits.append((DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), mine))
+            limits.append((DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), (group,)))
         if is_full:
-            limits.append((DropReason.BUDGET, is_too_much, [*mine, ALL]))
-        for reason, exceeds, victims in limits:
+            limits.append((DropReason.BUDGET, is_too_much, (ALL,) if group is None else (group, ALL)))
+        for reason, exceeds, leaves_of in limits:
             is_exceeded = exceeds()
-            for group in victims:
-                while is_exceeded and (victim := self._lowest(group)) is not None:
+            for one in leaves_of:
+                while is_exceeded and (victim := self._lowest(one)) is not None:
                     if not admits(victim):
                         return DropReason.ADMISSION
                     self._take(victim)

@@ -282,7 +282,8 @@ class TieredEngine(Engine):
         buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
         is_kept = self.captures.take(new, None)
-        self.counters.add({"kept": is_kept})
+        if is_kept:
+            self.counters.count("kept")
         return is_kept
 
     @handed_over

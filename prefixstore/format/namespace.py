@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import namespace_key
@@ -55,7 +55,7 @@ class Namespace:
         """The settings as canonical JSON: sorted keys, no whitespace, UTF-8."""
         return json.dumps(dict(self.settings), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
-    @cached_property
+    @property
     def key(self) -> bytes:
         """The fingerprint: a hash of `canonical`, `KEY_BYTES` long."""
         return namespace_key(self.canonical)

@@ -138,8 +138,7 @@ class ServerIdentity:
             )
         if "serve" in found.argv[1:] and any(Path(argument).name == "prefixstore" for argument in found.argv):
             raise InvalidParameterError(
-                f"prefixstore serve listens at {url}, and saves and restores slots itself; if it was started with "
-                "--server URL, pass that URL here"
+                f"prefixstore serve listens at {url}, and saves and restores slots itself: there is nothing to do"
             )
         # llama-swap, for example, has models of its own choice behind it
         if "llama-server" not in Path(found.argv[0]).name:

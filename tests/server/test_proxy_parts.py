@@ -248,7 +248,7 @@ def with_slots(
     return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-P60, P90 = tokens(*range(60)), tokens(*range(90))
+P60 = tokens(*range(60))
 
 
 def weigh(pool: SlotPool, slot: PoolSlot, prompt: Any, found: tuple[int, int] = (0, 0)) -> Plan:

@@ -145,20 +145,20 @@ class CheckedFile:
             fcntl.flock(self._handle, fcntl.LOCK_SH)
             os.close(directory)
 
-    def use(self) -> None:
-        """The data are a store's, and are about to be written: until they are closed, nothing is noted of them."""
+    def drop_note(self) -> None:
+        """Note nothing of the data: they are about to be written, or damaged."""
         with suppress(OSError):
             self._note.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Something in the data is damaged: the next process that opens them has them read. Readers note that, too."""
         self._is_sound = False
-        self.use()
+        self.drop_note()
 
-    def leave(self, *, is_sound: bool) -> None:
-        """The data are closed: note that they are sound, unless damage was found in them."""
+    def leave(self, *, was_written: bool) -> None:
+        """The data are closed: note that they are sound if this process may have written them, and found no damage."""
         try:
-            if self._is_sound and is_sound:
+            if self._is_sound and was_written:
                 self._say_sound()
         except OSError:
             pass  # they are read once more

@@ -134,7 +134,7 @@ class Environment:
             except lmdb.Error as error:
                 raise translate(error, path) from error
             if not read_only:
-                self._checked.use()
+                self._checked.drop_note()
             failed.pop_all()
 
     def _forget(self) -> None:
@@ -322,12 +322,14 @@ class Environment:
         if self.users:
             return
         with self._handle_lock.exclusive():
-            # nor is there another one by now
-            if not self.users:
-                is_written = self._is_open and not self._read_only
+            with adding():
+                # nor is there another one by now; one that comes later opens it anew
+                is_last, is_written = not self.users, self._is_open and not self._read_only
+                if is_last:
+                    self._is_open, self._identity, self._map_size, self._read_only = False, None, SMALLEST_MAP, True
+            if is_last:
                 self._close()
-                self._checked.leave(is_sound=is_written)
-                self._identity, self._map_size, self._read_only = None, SMALLEST_MAP, True
+                self._checked.leave(was_written=is_written)
         with adding():
             if not self.users and _environments.get(self.path) is self:
                 del _environments[self.path]
