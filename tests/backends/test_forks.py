@@ -99,20 +99,20 @@ def test_threads_that_open_one_store_in_a_view_of_another_wait_neither_for_who_c
 
 
 def test_threads_that_fork_at_one_time_wait_for_each_other_and_for_views(tmp_path):
-    inside, ends = threading.Event(), threading.Event()
+    ready = threading.Barrier(3)
 
     def view(backend):
         with backend.view():
-            inside.set()
-            ends.wait()
+            ready.wait()
+            # both wait for it by then
+            time.sleep(0.3)
 
     def fork():
-        inside.wait()
+        ready.wait()
         assert in_child(lambda: True)
 
     with closing(open_backend(f"lmdb:///{tmp_path}/kv", max_bytes=1 << 20)) as backend:
-        threading.Timer(0.2, ends.set).start()
-        together(lambda: view(backend), fork, fork, fork)
+        together(lambda: view(backend), fork, fork)
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():
