@@ -98,21 +98,30 @@ def test_threads_that_open_one_store_in_a_view_of_another_wait_neither_for_who_c
         together(lambda: use(*paths), lambda: use(*paths[::-1]), fork)
 
 
-def test_threads_that_fork_at_one_time_wait_for_each_other_and_for_views(tmp_path):
-    ready = threading.Barrier(3)
+FORKS = """
+import sys, threading, time
+from contextlib import closing
+from prefixstore.backends import open_backend
+from prefixstore.testing.together import in_child, together
 
-    def view(backend):
-        with backend.view():
-            ready.wait()
-            # both wait for it by then
-            time.sleep(0.3)
+ready = threading.Barrier(3)
 
-    def fork():
+def view():
+    with backend.view():
         ready.wait()
-        assert in_child(lambda: True)
+        time.sleep(0.3)  # both wait for it by then
 
-    with closing(open_backend(f"lmdb:///{tmp_path}/kv", max_bytes=1 << 20)) as backend:
-        together(lambda: view(backend), fork, fork)
+def fork():
+    ready.wait()
+    assert in_child(lambda: True)
+
+with closing(open_backend(sys.argv[1], max_bytes=1 << 20)) as backend:
+    together(view, fork, fork)
+"""
+
+
+def test_threads_that_fork_at_one_time_wait_for_each_other_and_for_views(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKS, f"lmdb:///{tmp_path}/kv"], cwd=ROOT, check=True, timeout=60)
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():
