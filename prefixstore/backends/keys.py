@@ -46,6 +46,7 @@ __all__ = [
     "key_of",
     "line_of",
     "provider_of",
+    "shown",
     "use_by_default",
 ]
 
@@ -111,7 +112,7 @@ class Keys:
     """What is in a file of keys."""
 
     # all keys, by their ids
-    secrets: Mapping[bytes, bytes] = field(default_factory=dict)
+    secrets: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
     # the ids of those of the store (None), and of each tenant that has any, by its name (its salt); the newest last
     ids: Mapping[str | None, Sequence[bytes]] = field(default_factory=dict)
     # names of tenants whose key was deleted, by its id: what was stored under it counts as deleted
@@ -175,14 +176,20 @@ class Keys:
         object raises an error that is none of a location.
         """
         try:
-            return cls.parse(provider.read(), str(provider))
+            return cls.parse(provider.read(), shown(provider))
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - an object is the user's, and may raise anything
             wrong = LocationError if isinstance(provider, Source) else UnavailableError
             # the text of an error may have the command, and so a password
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise wrong(f"{provider} gives no keys: {reason}; prefixstore key new makes a file of them") from None
+            message = f"{shown(provider)} gives no keys: {reason}; prefixstore key new makes a file of them"
+            raise wrong(message) from None
+
+
+def shown(provider: KeyProvider) -> str:
+    """What may be said of a provider: the text of somebody's object may have its keys."""
+    return str(provider) if isinstance(provider, Source) else type(provider).__name__
 
 
 def provider_of(key: Key | None) -> KeyProvider | None:
@@ -193,7 +200,8 @@ def provider_of(key: Key | None) -> KeyProvider | None:
     Raises `InvalidParameterError` if it is none of these.
     """
     if key is None:
-        key = os.environ.get(ENVIRONMENT) or _default or NONE
+        # an empty one is an error: a command that should have given it may have failed
+        key = os.environ.get(ENVIRONMENT, _default or NONE)
     if isinstance(key, KeyProvider):
         return key
     if key == NONE:
@@ -213,7 +221,7 @@ class Source:
     """Where `key` says that the keys are."""
 
     kind: str
-    rest: str
+    rest: str = field(repr=False)
 
     def __str__(self) -> str:
         return {"file": self.rest, "env": f"the variable {self.rest}"}.get(self.kind, "the command for the keys")

@@ -95,7 +95,7 @@ def rotate(location: str) -> Result:
     text = f"{where}: {counted(done, 'row')} encrypted anew; the newest key of the store is {name}"
     if left:
         rows = counted(left, "row")
-        text += f"; {rows} cannot be decrypted: keep the older keys, or delete those with prefixstore check --repair"
+        text += f"; {rows} cannot be decrypted, or are written by others under older keys: keep these keys"
     return Result({"location": where, "key": name, "rows": done, "left": left}, text, FAILED if left else DONE)
 
 

@@ -157,6 +157,8 @@ def copy(
         used = archive.used().bytes
         size = budget or max(2 * used, DEFAULT_BYTES)
         with Archive(target, max_bytes=size, create=True, key=to_key) as other:
+            if archive.keys is not None and other.keys is None:
+                say(f"note: {archive.location} is encrypted, and {other.location} is not")
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
     return _moved(moved, "copied", started, places)

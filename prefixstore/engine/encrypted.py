@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 
 from prefixstore.backends.contract import Backend, Costs, Range, Row, Update, View, after_all
-from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of
+from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of, shown
 from prefixstore.backends.sealing import Sealer, sealed_size
 from prefixstore.engine.keyspace import CHILD, PARTS, RECORD, TENANT_BYTES, tenant_of
 from prefixstore.engine.pages import retried
-from prefixstore.errors import IncompatibleError, LocationError, UndecryptableError
+from prefixstore.errors import IncompatibleError, LocationError, StorageError, UndecryptableError
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Buffer
 
@@ -44,6 +45,12 @@ ROW, PAYLOAD = b"row", b"payload"
 CHECKED_SECONDS = 60.0
 # so long at least between two attempts to find a key that is missing
 AGAIN_SECONDS = 10.0
+# so long is waited for a provider while others wait; what it gives later is found later
+PROVIDER_SECONDS = 0.2
+# forged rows may name any number of keys
+MOST_SAID = 20
+# how often a rotation looks for rows that others have written meanwhile
+MOST_PASSES = 5
 # how many rows are read at a time, of all that there are
 ROWS_AT_ONCE = 256
 # all keys of rows are before this
@@ -59,7 +66,9 @@ class RowCipher:
 
     def __init__(self, secret: bytes, needed: Sequence[bytes], keys: Keys) -> None:
         self.secret, self.needed, self.keys = secret, tuple(needed), keys
-        self._names = {tenant_of(name, b""): ids[-1] for name, ids in keys.ids.items() if name is not None}
+        tenants = {tenant_of(name, b""): ids for name, ids in keys.ids.items() if name is not None}
+        self._names = {owner: ids[-1] for owner, ids in tenants.items()}
+        self._owners = {id_: owner for owner, ids in tenants.items() for id_ in ids}
         self.sealer = Sealer(keys.secrets, secret)
 
     @classmethod
@@ -102,6 +111,11 @@ class RowCipher:
         """The id of the key under which the rows of a tenant are put."""
         return self._names.get(owner, self.keys.newest)
 
+    def require_owner(self, owner: bytes, stored: Buffer) -> None:
+        """Raise `UndecryptableError` if this is sealed under the key of a tenant, and is not of that tenant."""
+        if self._owners.get(bytes(memoryview(stored)[:ID_BYTES]), owner) != owner:
+            raise UndecryptableError("it is of one tenant, and under the key of another")
+
 
 class EncryptedView(View):
     """The rows of a view, decrypted; `told` is called for each row or payload for which that is not possible."""
@@ -122,27 +136,26 @@ class EncryptedView(View):
     def used(self) -> int:
         return self._view.used
 
-    def _unsealed(self, bound_to: bytes, stored: Buffer) -> memoryview:
-        try:
-            return self.cipher.sealer.unseal(bound_to, stored)
-        except UndecryptableError as error:
-            self._told(error)
-            raise
-
     def opened(self, stored: Row) -> tuple[bytes, Row] | None:
         """Whose a stored row is, and what it says; None if it cannot be decrypted."""
         try:
-            text = bytes(self._unsealed(ROW + stored.key, stored.value))
-        except UndecryptableError:
+            text = bytes(self.cipher.sealer.unseal(ROW + stored.key, stored.value))
+            owner, size = OWNER.unpack_from(text)
+            self.cipher.require_owner(owner, stored.value)
+        except UndecryptableError as error:
+            self._told(error)
             return None
-        owner, size = OWNER.unpack_from(text)
         end = OWNER.size + size
         return owner, Row(text[OWNER.size : end], text[end:])
 
     def _value(self, key: bytes, stored: Row) -> bytes:
         """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
+        return self._owned(key, stored)[1]
+
+    def _owned(self, key: bytes, stored: Row) -> tuple[bytes, bytes]:
+        """Whose a row is, and its value."""
         found = self.opened(stored)
-        return found[1].value if found is not None and found[1].key == key else b""
+        return (found[0], found[1].value) if found is not None and found[1].key == key else (NOBODY, b"")
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         names = list(map(self.cipher.stored_key, keys))
@@ -175,8 +188,15 @@ class EncryptedView(View):
     ) -> tuple[bytes, Buffer | None] | None:
         if stored is None:
             return None
-        value, payload = stored
-        return self._value(key, Row(name, value)), None if payload is None else self._unsealed(PAYLOAD + name, payload)
+        (owner, value), payload = self._owned(key, Row(name, stored[0])), stored[1]
+        if payload is None:
+            return value, None
+        try:
+            self.cipher.require_owner(owner, payload)
+            return value, self.cipher.sealer.unseal(PAYLOAD + name, payload)
+        except UndecryptableError as error:
+            self._told(error)
+            raise
 
 
 class EncryptedUpdate(EncryptedView, Update):
@@ -257,7 +277,7 @@ class Encrypted:
         self._count()
         # it may be under a key that is new
         self._looks_at = 0.0
-        if str(error) not in self._said:
+        if str(error) not in self._said and len(self._said) < MOST_SAID:
             self._said.add(str(error))
             log.warning("%s: something cannot be decrypted, and is a miss: %s", self._backend.location, error)
 
@@ -278,8 +298,8 @@ class Encrypted:
         name = key_of(header)
         if header is None or name is None:
             raise LocationError(
-                "it is not encrypted: open it without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new "
-                "location, with --from-key none"
+                "it is not encrypted. If it was, it has been tampered with: restore a backup. If it never was, open it "
+                "without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new location, with --from-key none"
             )
         self._require([name])
         try:
@@ -294,13 +314,21 @@ class Encrypted:
         missing = self.keys.missing(needed)
         if missing and time.monotonic() - self._keys_read_at > AGAIN_SECONDS:
             self._keys_read_at = time.monotonic()
-            self.keys = Keys.read(self._provider)
+            reading = Thread(target=self._read_keys, name="prefixstore-keys", daemon=True)
+            reading.start()
+            reading.join(PROVIDER_SECONDS)
             missing = self.keys.missing(needed)
         if missing:
             raise LocationError(
-                f"it needs the key {missing[0].hex()}, which {self._provider} does not have, or did not when it was "
-                "read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
+                f"it needs the key {missing[0].hex()}, which {shown(self._provider)} does not have, or did not when it "
+                "was read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
             )
+
+    def _read_keys(self) -> None:
+        try:
+            self.keys = Keys.read(self._provider)
+        except StorageError as error:
+            log.warning("%s: %s", self._backend.location, error)
 
     def _entered(self, rows: Update, older: Collection[bytes] = ()) -> RowCipher:
         """How a location is encrypted; from now on its header names the newest keys, and none of the older ones."""
@@ -326,11 +354,33 @@ class Encrypted:
         are encrypted as they would be now are passed over. Raises `FullError` if there is no space for what is written
         before the old rows are gone.
 
-        Returns how many rows were encrypted again, and how many could not be decrypted: then the older keys are still
-        needed.
+        Returns how many rows were encrypted again, and how many are left, since they cannot be decrypted, or others
+        still write under older keys: then these are still needed.
         """
+        self._enter()
         with self.view() as first:
             older = set(first.cipher.needed) - set(self.keys.current)
+        n_done = 0
+        for _ in range(MOST_PASSES):
+            # who lacked the newest key until it was in the header may have written under an older one since
+            n_again, n_left = self._rotate_once()
+            n_done += n_again
+            if not n_again:
+                break
+        else:
+            # another process has other keys, or others are the last ones in its file
+            n_left += n_again
+        if older and not n_left:
+            self._replace(older)
+        return n_done, n_left
+
+    @retried
+    def _enter(self) -> None:
+        """Have the header name the newest keys, so that who lacks them writes nothing any more."""
+        with self.update():
+            pass
+
+    def _rotate_once(self) -> tuple[int, int]:
         n_done = n_left = 0
         for view, rows in self._all():
             n_left += sum(found is None for _, found in rows)
@@ -346,8 +396,6 @@ class Encrypted:
                     n_done += len(keys)
                 except UndecryptableError:
                     n_left += 1
-        if older and not n_left:
-            self._replace(older)
         return n_done, n_left
 
     @retried

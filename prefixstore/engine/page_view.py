@@ -238,6 +238,17 @@ class View:
                 "--from-key, --to-key), to where that is: file:/etc/kv.key"
             )
 
+    def require_header(self) -> None:
+        """Raise `LocationError` if the rows are encrypted, but nothing says so any more."""
+        kinds = (keyspace.RECORD, keyspace.NAMESPACE)
+        found = self._rows.ranges([keyspace.everything(kind)._replace(limit=1) for kind in kinds])
+        records, settings = ([row.value for row in rows] for rows in found)
+        if records and not any(map(head_of, records)) and not any(text.startswith(b"{") for text in settings):
+            raise LocationError(
+                "its pages are encrypted, or all damaged, and the row that says how is gone: restore a backup, or use "
+                "a new location"
+            )
+
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
         rows = self._rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]

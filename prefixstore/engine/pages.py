@@ -308,6 +308,9 @@ def open_pages(
         else:
             with pages.view() as view:
                 view.require_plain()
+                if rows.is_local:
+                    # elsewhere that would be requests of their own
+                    view.require_header()
     except (LocationError, IncompatibleError) as error:
         rows.close()
         raise type(error)(f"{rows.location}: {error}") from None

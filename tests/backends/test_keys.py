@@ -3,6 +3,7 @@
 import base64
 import shlex
 import sys
+from dataclasses import dataclass
 
 import pytest
 
@@ -51,6 +52,10 @@ def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monke
     monkeypatch.setenv(ENVIRONMENT, f"file:{path}")
     assert Keys.read(provider_of(None)) == KEYS
     assert provider_of("none") is None
+    # what should have given it may have failed
+    monkeypatch.setenv(ENVIRONMENT, "")
+    with pytest.raises(InvalidParameterError, match="PREFIXSTORE_KEY"):
+        provider_of(None)
     monkeypatch.delenv(ENVIRONMENT)
     assert provider_of(None) is None
 
@@ -117,3 +122,18 @@ def test_a_provider_that_fails_makes_the_location_unavailable(given):
 
     with pytest.raises(UnavailableError, match="gives no keys"):
         Keys.read(Failing())
+
+
+def test_no_key_is_shown_with_what_has_it():
+    @dataclass
+    class Holder:
+        text: str
+
+        def read(self):
+            return "nothing"
+
+    with pytest.raises(LocationError) as raised:
+        Keys.read(Holder(line_of(KEY)))
+    shown = [str(raised.value), repr(KEYS), repr(provider_of("command:vault read --token=S3CRET"))]
+    assert "Holder" in shown[0]
+    assert not any(secret in text for text in shown for secret in (line_of(KEY).split()[1], str(KEY), "S3CRET"))

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing, suppress
 
 import lmdb
@@ -20,6 +22,7 @@ from prefixstore.format.record import Record
 from prefixstore.maintenance.archive import Archive
 from tests.support import ROOT
 from tests.support.places import KEY, MIB, SCHEMES, contents, fill, place, refusal, space
+from tests.support.timeouts import wait_for
 
 OLD, NEW, OF_ALICE, LATER = (bytes(range(start, start + 32)) for start in (0, 32, 64, 96))
 ALICE = space("alice-tenant")
@@ -278,6 +281,88 @@ def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp
     # what was stored before the tenant had a key is under it after a rotation
     with opened(url, NEW, forgotten=TENANT) as pages:
         assert contents(pages) == {}
+
+
+def test_a_rotation_leaves_nothing_that_others_write_meanwhile_under_an_older_key(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, OLD) as writer, opened(url, NEW, OLD) as pages:
+        fill(writer, ALICE, SEQUENCES[:1])
+        rows_of = pages.encrypted._all
+
+        def rows():
+            for view, some in rows_of():
+                yield view, some
+                with suppress(LocationError):  # it lacks the newest key
+                    fill(writer, ALICE, SEQUENCES[1:])
+
+        pages.encrypted._all = rows
+        assert pages.encrypted.rotate()[1] == 0
+        assert not any(row.value.startswith(key_id(OLD)) for row in plain_rows(pages))
+    with opened(url, NEW) as pages:
+        assert pages.undecryptable() == 0
+        assert len(contents(pages)) >= 2
+
+
+def test_a_rotation_beside_one_whose_newest_key_is_another_says_that_rows_are_left(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, OLD, NEW) as other, opened(url, NEW, OLD) as pages:
+        fill(pages, ALICE, SEQUENCES[:1])
+        rows_of, numbers = pages.encrypted._all, iter(range(100))
+
+        def rows():
+            fill(other, ALICE, [[50 + next(numbers)] * 5])
+            yield from rows_of()
+
+        pages.encrypted._all = rows
+        assert pages.encrypted.rotate()[1] > 0
+        assert len(pages.encrypted.key_ids()) == 2
+
+
+def test_a_page_of_one_tenant_that_is_sealed_by_the_key_of_another_is_a_miss(tmp_path):
+    bob = space("bob")
+    with opened(f"lmdb://{tmp_path}/kv", NEW, **TENANT) as pages:
+        [path] = fill(pages, bob, SEQUENCES[2:])
+        name = stored_key(pages, path[0])
+        with pages.encrypted.view() as view:
+            [(row, payload)] = view._view.payloads([name])
+            sealer = view.cipher.sealer
+            text, state = sealer.unseal(b"row" + name, row), sealer.unseal(b"payload" + name, payload)
+            forged = [
+                sealer.seal(key_id(OF_ALICE), *one) for one in ((b"row" + name, text), (b"payload" + name, state))
+            ]
+        for value, content in ((row, forged[1]), (forged[0], payload), forged):
+            with pages.rows.update() as draft:
+                draft.put(name, bytes(value), bytes(content))
+            with pages.encrypted.view() as view, suppress(UndecryptableError):
+                [(record, found)] = view.payloads([keyspace.RECORD + path[0]])
+                assert not record
+                assert found is None or value is not row
+
+
+def test_what_is_encrypted_is_not_opened_without_a_key_if_its_header_was_deleted(url):
+    with opened(url, NEW) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        with pages.rows.update() as draft:
+            draft.delete(HEADER)
+    if url.startswith(("lmdb", "sqlite")):
+        assert "the row that says how is gone" in refusal(url, key="none")
+    assert "it has been tampered with" in refusal(url, key=Given(NEW))
+
+
+def test_a_provider_that_hangs_does_not_keep_the_location(tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted, "AGAIN_SECONDS", -1)
+    url, given, goes_on = f"lmdb://{tmp_path}/kv", Given(OLD), threading.Event()
+    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, NEW, OLD) as two:
+        given.keys = (NEW, OLD)
+        fill(two, ALICE, SEQUENCES[:1])
+        read, given.read = given.read, lambda: goes_on.wait(60) and read()
+        began = time.monotonic()
+        with pytest.raises(LocationError, match=key_id(NEW).hex()):
+            fill(one, ALICE, SEQUENCES[1:])
+        assert time.monotonic() - began < 30
+        goes_on.set()
+        wait_for(lambda: not any(thread.name == "prefixstore-keys" for thread in threading.enumerate()))
+        fill(one, ALICE, SEQUENCES[1:])
 
 
 @pytest.mark.attack
