@@ -10,6 +10,7 @@ import numpy as np
 import psycopg
 import pytest
 
+from prefixstore.backends import open_backend
 from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
@@ -108,6 +109,16 @@ def test_what_was_counted_is_counted_again_by_compacting(new_database):
             backend.compact(erase=erase)
             with backend.view() as view:
                 assert view.used == used
+
+
+@pytest.mark.parametrize("bytes_", [b"\xff", b"\xc3\x28"])
+def test_names_in_a_sqlite_file_that_are_no_text_are_damage(tmp_path, bytes_):
+    path = tmp_path / "kv.db"
+    open_backend(f"sqlite:///{path}", max_bytes=1 << 20).close()
+    name = b"prefixstore_rows"
+    path.write_bytes(path.read_bytes().replace(name, bytes_ + name[len(bytes_) :]))
+    with pytest.raises(CorruptError):
+        open_backend(f"sqlite:///{path}", max_bytes=1 << 20)
 
 
 def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):

@@ -59,6 +59,7 @@ _STATES: tuple[tuple[str, type[StorageError]], ...] = (
 _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("is full", FullError),
     ("is not a database", IncompatibleError),
+    ("Could not decode to UTF-8", CorruptError),
     ("malformed", CorruptError),
     ("cannot open value", CorruptError),  # something else where bytes were written
     ("unable to open", LocationError),

@@ -170,6 +170,10 @@ class SQLite(Database):
                 f"query_only={self.read_only:d}",
             ):
                 driver.execute(f"PRAGMA {pragma}")
+        except UnicodeDecodeError as error:
+            driver.close()
+            # what SQLite has said of a damaged schema
+            raise sqlite3.DatabaseError("the schema is malformed") from error
         except BaseException:
             driver.close()
             raise
