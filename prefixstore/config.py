@@ -421,7 +421,7 @@ def _llama_cpp() -> Any:
     try:
         return importlib.import_module("llama_cpp")
     except ImportError as error:
-        raise MissingExtraError('a model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
+        raise MissingExtraError(f'a model needs {error.name}; pip install "prefixstore[llama]"') from error
 
 
 def _toml() -> Any:

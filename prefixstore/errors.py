@@ -66,7 +66,8 @@ class MissingExtraError(MisuseError, ImportError):
             reason = f"this location needs {error.name.partition('.')[0]}, which is not installed"
         else:
             reason = f"a package that this location needs cannot be imported: {error}"
-        return cls(f'{reason}; pip install "prefixstore[{extra}]"')
+        package = f"prefixstore[{extra}]" if extra else "prefixstore"
+        return cls(f'{reason}; pip install "{package}"')
 
 
 class StorageError(PrefixStoreError):

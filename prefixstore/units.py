@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def _not_a_size(parameter: str, size: object) -> str:
-    return f'{parameter}={shown(size)} is not a valid size; pass bytes, or a size such as "20GiB"'
+    return f'{parameter}={shown(size)} is not a valid size; pass one such as "20GiB"'
 
 
 def format_bytes(size: float) -> str:
@@ -163,6 +163,6 @@ def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
         seconds = duration
     if not 0 < seconds < 100 * 366 * 86_400:
         raise InvalidParameterError(
-            f'{parameter}={shown(duration)} is not a valid duration; pass seconds, or a duration such as "30d", "12h"'
+            f'{parameter}={shown(duration)} is not a valid duration; pass one such as "30d", "12h"'
         )
     return seconds

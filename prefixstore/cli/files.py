@@ -81,7 +81,7 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
         sync_path(target.absolute().parent)
     except OSError as error:
         raise InvalidParameterError(
-            f"{path} cannot be written: {error.strerror or error}; choose another name"
+            f"{path} cannot be written: {error.strerror or error}; choose another place"
         ) from error
     finally:
         if part is not None:

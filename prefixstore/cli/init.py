@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def init(
         {"file": str(file), "model": str(named), "location": ", ".join(shown)},
         f"{file} written: the store is {', in front of '.join(shown)}. "
         f'Next: prefixstore.load({str(file)!r}) in Python; or write prompts.jsonl, a {{"prompt": …}} or '
-        f'{{"messages": […]}} in each line, and run prefixstore warm --config {file}',
+        f'{{"messages": […]}} in each line, and run prefixstore warm --config {shlex.quote(str(file))}',
     )
 
 

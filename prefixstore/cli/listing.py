@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -217,9 +218,10 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
             more = ({"name": name, "used": ago(one["last_used"])} for name, one in zip(names, facts, strict=True))
             listed(OF_TENANTS, map(operator.or_, facts, more))
         n_tenants = sum(one["tenant"] is not None for one in facts)
-        tell(f"{counted(n_tenants, 'tenant')}; prefixstore purge {where} --salt TENANT deletes one")
+        purge = f"prefixstore purge {shlex.quote(where)}"
+        tell(f"{counted(n_tenants, 'tenant')}; {purge} --salt TENANT deletes one")
         for one in found.get(None, ()):
-            tell(f"prefixstore purge {where} --namespace {one.key.hex()[:16]} deletes what is (shared)")
+            tell(f"{purge} --namespace {one.key.hex()[:16]} deletes what is (shared)")
         if n_unknown:
             tell(f"{where}: the tenants of {counted(n_unknown, 'page')} are unknown: their settings are damaged")
 

@@ -315,6 +315,10 @@ def purge(
         if removed is None:
             return FAILED
         problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
+        if tokens is not None and not removed.pages:
+            problems.append(
+                "no page begins with this text as this model reads it; pages of other models are not searched"
+            )
         left = archive.unmatched(salt)
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages

@@ -82,7 +82,7 @@ def tree(
             tell(f"{where}: {counted(len(facts), 'page')}")
 
     if is_lost:
-        say(f"{where}: the text is not stored")
+        say(f"{where}: the text is in no page of this model; pages of other models are not searched")
     return Result(data, show, FAILED if is_lost else DONE)
 
 

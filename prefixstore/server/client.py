@@ -361,10 +361,7 @@ def props_of(answer: Any) -> Props:
     """The properties in the answer of ``/props``. Raises `ServerError`."""
     try:
         if answer.get("role") == "router":
-            raise ServerRefusedError(
-                "this llama-server is a router, without slots; start it with a model (-m FILE), or name the URL of one "
-                "of its models"
-            )
+            raise ServerRefusedError("this llama-server is a router, without slots: start it with a model (-m FILE)")
         return Props(
             str(answer.get("build_info", "")),
             str(answer.get("model_path", "")),

@@ -67,7 +67,9 @@ def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -
         place = _moved_aside(location) if on_damage is OnDamage.ASIDE else None
         if place is None:
             raise
-        log.warning("the store cannot be used: %s; its files were moved to %s, and it begins empty", error, place)
+        # the error says what to do with the files, which is done
+        reason = str(error).partition(";")[0]
+        log.warning("the store is damaged: %s; its files were moved to %s, and it begins empty", reason, place)
     return open_it()
 
 

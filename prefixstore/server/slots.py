@@ -39,7 +39,10 @@ __all__ = ["ADVICE", "SlotStore"]
 log = logging.getLogger("prefixstore")
 
 # what to do where `SlotStore.differences` are some
-ADVICE = "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server."
+ADVICE = (
+    "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server, "
+    "with the same settings."
+)
 # of tenants, whose number nothing bounds
 MOST_PLACES = 1024
 

@@ -50,7 +50,7 @@ def store(tmp_path_factory):
         (2, "purge {store} --older-than 30", "--older-than='30' has no unit; pass one, as in"),
         (2, "check {store} --repair --max-bytes 1000", "--max-bytes='1000' has no unit"),
         (2, "purge {store} --older-than yesterday", 'such as "30d", "12h"'),
-        (2, "evict {store} --to much", 'pass bytes, or a size such as "20GiB"'),
+        (2, "evict {store} --to much", 'pass one such as "20GiB"'),
         # files, to be read or written, that cannot be
         (2, "export {store} --out no/f", "cannot be written"),
         (2, "export {store} --out three.toml", "was not written by this command; choose another name"),
