@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -283,9 +284,12 @@ def last_logits(llm: llama_cpp.Llama) -> npt.NDArray[np.single]:
 # -- the log ----------------------------------------------------------------------------------------------------------
 
 
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
-def _discard(level: int, text: bytes, data: Any) -> None:
-    pass
+# A function of C that does nothing with its arguments: in one of Python a Ctrl-C would be lost, and a model is loaded
+# with thousands of calls.
+_discard: Any = ctypes.cast(
+    ctypes.CDLL(None if os.name == "posix" else "msvcrt").abs,
+    llama_cpp.llama_log_callback,  # type: ignore[arg-type,unused-ignore]
+)
 
 
 def silence() -> None:
