@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import typer
 
+from prefixstore.backends import is_persistent
 from prefixstore.backends.keys import use_by_default
 from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
@@ -138,8 +139,9 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
         path = os.path.abspath(given[place])  # noqa: PTH100 - as it was given
         raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
     key: Any = settings.store.get("key")
-    # of two locations, a command is about the nearer one
-    use_by_default(key[0] if isinstance(key, list) and key else key)
+    if isinstance(key, list) and key:
+        key = key[min(settings.locations.index(_kept(settings)[0]), len(key) - 1)]
+    use_by_default(key)
     for name in ("max_bytes", "far_max_bytes"):
         size = settings.store.get(name)
         if size is not None and given.get(name, "") is None:
@@ -150,9 +152,14 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
         given["model"] = Path(settings.path)
 
 
+def _kept(settings: Config) -> list[str]:
+    """The locations that a command can be about, the nearer one of two first: not the memory of another process."""
+    return [text for text in settings.locations if is_persistent(text)] or settings.locations
+
+
 def _default_location(given: dict[str, Any], config: Path | None, settings: Config) -> str:
     """The location of a command to which none is given."""
-    nearest, *further = settings.locations
+    nearest, *further = _kept(settings)
     if further and "far" in given:
         given["far"] = given["far"] or further[0]
     elif further:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from queue import Empty
 from typing import Any
 
+from prefixstore.backends import is_persistent
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.lookups import Lookups
@@ -30,7 +31,7 @@ from prefixstore.engine.page import Page, Path
 from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.codec import verify
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.namespace import Namespace
@@ -314,11 +315,17 @@ class TieredEngine(Engine):
 
     @handed_over
     def sync(self) -> None:
-        """As `Engine.sync`, of both locations."""
+        """As `Engine.sync`, of both locations; behind memory it is the far one that has to be there."""
         super().sync()
-        far = self.far
-        if not (far.read_only or far.is_failing or far.is_closed):
+        far, is_kept = self.far, is_persistent(super().location)
+        if far.read_only or far.is_closed or (far.is_failing and is_kept):
+            return
+        if is_kept:
             self._without_far("has not confirmed that all is durable", far.sync)
+        elif far.is_failing:
+            raise UnavailableError(f"{far.location} fails, and nothing else keeps the pages")
+        else:
+            far.sync()
 
     # -- notes, statistics --------------------------------------------------------------------------------------------
 

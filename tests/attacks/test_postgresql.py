@@ -13,7 +13,6 @@ from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import MIB, A, B, C
 from tests.support.places import refusal
 from tests.support.postgres import libpq, role, server_program, small_disk_server, store_on
-from tests.support.sql_rows import TERMINATE
 from tests.support.timeouts import wait_for
 
 
@@ -98,7 +97,10 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
     session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
     with stored(user, A) as store:
         session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT 0")
-        session.execute(TERMINATE)
+        session.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
         assert lookup(store, A) == 0
         WORK["put"](store)
         with pytest.raises(StorageError, match="too many connections"):

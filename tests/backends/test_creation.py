@@ -16,12 +16,29 @@ sys.stdin.read()  # until all are ready
 with opened(sys.argv[1]) as backend:
     retried(fill)(backend, space(), [[int(sys.argv[2])] * 4])
 """
+THREADS = """
+import sys
+from prefixstore.testing.together import together
+from tests.support.places import fill, opened, space
+def make(number):
+    with opened(sys.argv[1].format(number)) as backend:
+        fill(backend, space(), [[number] * 4])
+together(lambda: make(1), lambda: make(2), lambda: make(3))
+"""
 CUT = """
 import importlib, os, sys
 from prefixstore.backends import open_backend
 importlib.import_module(sys.argv[2]).publish = lambda *_: os._exit(3)
 open_backend(sys.argv[1], max_bytes=1 << 20)
 """
+
+
+@pytest.mark.parametrize("name", ["kv", "kv{}"], ids=["one store", "each its own"])
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_threads_of_a_new_process_that_make_stores_at_once_get_them(scheme, name, tmp_path):
+    # what a process does only once is done by all of them at a time
+    with python(THREADS, f"{scheme}:///{tmp_path}/{name}") as process:
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.attack

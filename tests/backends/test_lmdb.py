@@ -3,6 +3,7 @@
 import os
 import tempfile
 import threading
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import lmdb
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.environment import FORMAT, LMDB_VERSION
+from prefixstore.backends.lmdb.environment import FORMAT, LMDB_VERSION, Environment
 from prefixstore.errors import FullError, LocationError
 from prefixstore.testing import PersistentBackendContract
 from tests.support import PATIENCE, in_fork, python
@@ -278,3 +279,24 @@ def test_an_update_that_does_not_fit_says_so_where_it_asks_for_the_size(tmp_path
                 _ = draft.used
             raise FaultError
         assert rows_of(backend) == {}
+
+
+def test_a_store_that_is_opened_while_the_last_one_of_its_file_is_closed_can_be_written(tmp_path, monkeypatch):
+    real, inside = Environment._close, threading.Event()
+
+    def slow(environment):
+        inside.set()
+        time.sleep(0.2)
+        real(environment)
+
+    last = LMDBBackend(tmp_path / "kv", 64 * MIB)
+    monkeypatch.setattr(Environment, "_close", slow)
+    closing_ = threading.Thread(target=last.close)
+    closing_.start()
+    assert inside.wait(PATIENCE)
+    monkeypatch.setattr(Environment, "_close", real)
+    with closing(LMDBBackend(tmp_path / "kv", 64 * MIB)) as later:
+        closing_.join(PATIENCE)
+        write(later, 1)
+        with closing(LMDBBackend(tmp_path / "kv", 64 * MIB)) as another:
+            write(another, 2)

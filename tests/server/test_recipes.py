@@ -133,7 +133,7 @@ def test_the_hooks(place, tmp_path):
         re.findall(rf"^    ({name} .*)$", section, re.MULTILINE)
         for name in ("(?:mkdir|llama-server)", "prefixstore slots")
     )
-    assert (len(start), len(hooks)) == (2, 3)
+    assert (len(start), len(hooks)) == (2, 2)
     port, log = free_port(), tmp_path / "log"
     (place / "system.txt").write_text(TEXT)
     for one, other in (

@@ -11,6 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 
+from prefixstore.backends.forks import adding
 from prefixstore.backends.sql import database_of
 from prefixstore.errors import IncompatibleError, LocationError
 
@@ -45,7 +46,9 @@ def statements(revision: str | None, dialect: str, where: str) -> list[str]:
     # percent signs are escapes in the configuration
     config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
     try:
-        command.upgrade(config, f"{revision or 'base'}:head", sql=True)
+        # Alembic's context is one for the process: two threads would get statements of each other
+        with adding():
+            command.upgrade(config, f"{revision or 'base'}:head", sql=True)
     except CommandError:
         raise IncompatibleError(
             f"{where} has schema {revision}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
