@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from prefixstore.backends.keys import Keys, provider_of
-from prefixstore.backends.location import without_password
+from prefixstore.backends.location import path_of, scheme_of, without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, is_replaced, reading, writing
@@ -167,9 +168,14 @@ def copy(
 def _is_same(archive: Archive, target: str, key: str | None) -> bool:
     try:
         with Archive(target, read_only=True, key=key) as other:
-            return other.location == archive.location
+            return _resolved(other.location) == _resolved(archive.location)
     except LocationError:
         return False  # the target does not exist yet
+
+
+def _resolved(location: str) -> str:
+    """A location, or the file behind it, whatever it is called."""
+    return os.path.realpath(path_of(location)) if scheme_of(location) in ("lmdb", "sqlite") else location
 
 
 def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> Result:
