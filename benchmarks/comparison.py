@@ -1,7 +1,9 @@
 """Four workloads, three models, and every cache beside the others: how long a request waits, and what it costs.
 
-Each cell is two processes: one that starts with an empty cache, and one that starts with what the first has left. The
-answers without a cache are the history of all conversations, so every cache gets the same prompts.
+Each cache has a process of its own, and they are asked in turns, request by request, so that a noisy moment reaches all
+of them. They start with an empty cache, are ended, and start again with what they have left; that is repeated until
+their ratios differ less from round to round than from 1. The answers without a cache are the history of all
+conversations, so every cache gets the same prompts.
 """
 
 from __future__ import annotations
@@ -9,22 +11,29 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.agent import MODEL
-from benchmarks.common import LIGHT, LIGHT_8B, in_child, load, model_path, peak_rss, summary, tree_bytes, written_bytes
+from benchmarks.common import LIGHT, LIGHT_8B, ROOT, load, model_path, peak_rss, summary, tree_bytes, written_bytes
 from benchmarks.peers import LMDB_AUTO, LMDB_RAW, NOTHING, PEERS, RAM, SQLITE
 from benchmarks.tables import megabytes, milliseconds, paragraph, table
-from benchmarks.workloads import LARGE, SMALL, Sizes, prompt_of, workload
+from benchmarks.workloads import LARGE, SMALL, Request, Sizes, prompt_of, workload
 
 N_CTX = 4096
 ANSWER_TOKENS = 8
 OURS = (LMDB_RAW, LMDB_AUTO, SQLITE)
+# restarts
+ROUNDS, MOST_ROUNDS = 3, 6
 WORKLOADS = {
     "users": "One system prompt, many users",
     "chat": "A long chat",
@@ -69,12 +78,13 @@ def ask(llm: Any, peer: Any, prompt: list[int]) -> tuple[float, str, list[int]]:
     seconds = time.perf_counter() - started
     pieces += stream
     peer.after()
+    peer.settle()
     text = "".join(piece["choices"][0]["text"] for piece in pieces)
     return seconds, text, llm.input_ids[len(prompt) : llm.n_tokens].tolist()
 
 
-def process(model: str, name: str, cache: str, phases: list[str], directory: Path) -> dict[str, Any]:
-    """One process: load, open the cache, ask the requests of the phases, close."""
+def process(model: str, cache: str, directory: Path, tell: Any) -> None:
+    """One process with one cache: it answers the prompts that it reads, and tells at the end what it has cost."""
     llm = load(model_file(model), n_ctx=N_CTX)
     # the first batch of a context takes longer
     llm.eval(list(range(300, 308)))
@@ -87,70 +97,159 @@ def process(model: str, name: str, cache: str, phases: list[str], directory: Pat
         original(tokens)
 
     llm.eval = count
-    requests = workload(name, llm, MODELS[model].sizes, trained=MODELS[model].path is not None)
-    known = directory / "answers.json"
-    answers = json.loads(known.read_text()) if known.exists() else []
-    figures: dict[str, Any] = {}
     before = written_bytes()
     peer = PEERS[cache](llm, directory)
-    for phase in phases:
-        asked = requests.cold if phase == "cold" else requests.warm
+    tell({})
+    for line in sys.stdin:
         counted, lost = evaluated[0], peer.watch.seconds
-        times, texts = [], []
-        for request in asked:
-            seconds, text, tokens = ask(llm, peer, prompt_of(request, answers))
-            times.append(seconds)
-            texts.append(text)
-            if cache == NOTHING:
-                answers.append(tokens)
-        figures[phase] = {
-            "first_token": times,
-            "texts": texts,
-            "prompt_tokens": sum(len(prompt_of(request, answers)) for request in asked),
-            "evaluated": evaluated[0] - counted,
-            "lost_seconds": peer.watch.seconds - lost,
-        }
+        seconds, text, answer = ask(llm, peer, json.loads(line))
+        tell(
+            {
+                "first_token": seconds,
+                "text": text,
+                "answer": answer,
+                "evaluated": evaluated[0] - counted,
+                "lost_seconds": peer.watch.seconds - lost,
+            }
+        )
     peer.close()
-    figures[phases[0]] |= {"written_bytes": written_bytes() - before, "peak_rss": peak_rss()}
-    if cache == NOTHING:
-        known.write_text(json.dumps(answers))
-    return figures
+    tell({"written_bytes": written_bytes() - before, "peak_rss": peak_rss()})
 
 
-def child(model: str, name: str, cache: str, phases: str, directory: Path) -> dict[str, Any]:
-    """Run `process` as a process."""
-    return json.loads(in_child(__spec__.name, model, name, cache, phases, str(directory)).splitlines()[-1])
+def relative(times: list[float], ours: list[float]) -> float:
+    """Seconds to the first token relative to ours: the median of the requests' ratios."""
+    return statistics.median(a / b for a, b in zip(times, ours, strict=True))
 
 
-def held_bytes(directory: Path) -> int:
-    return sum(tree_bytes(path) for path in directory.iterdir() if path.is_dir()) + sum(
-        path.stat().st_blocks * 512 for path in directory.glob("kv.db*")
-    )
+def verdict(ratios: list[float]) -> str:
+    """Whether a cache is faster or slower than ours; equal, if its rounds differ by more than they differ from 1.
+
+    The round that differs most is left out if there are five or more.
+    """
+    middle = statistics.median(ratios)
+    kept = sorted(ratios, key=lambda one: abs(one - middle))[: len(ratios) - (len(ratios) >= 5)]
+    if max(kept) - min(kept) >= abs(middle - 1):
+        return "equal"
+    return "slower" if middle > 1 else "faster"
 
 
-def cell(model: str, name: str, cache: str, answers: str | None) -> tuple[dict[str, Any], str]:
-    """Both phases of one cache: its figures, and the answers without a cache."""
-    with tempfile.TemporaryDirectory() as root:
-        directory = Path(root)
-        if answers is not None:
-            (directory / "answers.json").write_text(answers)
-        # a cache that ends with its process is also measured without the restart
-        figures = child(model, name, cache, "cold,warm" if cache == RAM else "cold", directory)
-        stayed = figures.pop("warm", None)
-        figures |= child(model, name, cache, "warm", directory)
-        figures["disk_bytes"] = held_bytes(directory)
-        if stayed is not None:
-            figures["stayed"] = stayed
-        return figures, (directory / "answers.json").read_text()
+def relatives(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """For each cache and round, its seconds to the first token relative to ours."""
+    return {
+        cache: [relative(each[cache]["first_token"], each[LMDB_RAW]["first_token"]) for each in rounds]
+        for cache in rounds[0]
+    }
+
+
+def is_undecided(ratios: dict[str, list[float]]) -> bool:
+    """Whether another cache than ours may still turn out to be faster or slower."""
+    return any(verdict(found) == "equal" for cache, found in ratios.items() if cache not in OURS)
+
+
+class Worker:
+    """A process with one cache, and what its answers have cost."""
+
+    def __init__(self, model: str, cache: str, directory: Path) -> None:
+        self.cache, self.told = cache, []
+        command = [sys.executable, "-m", __spec__.name, model, cache, str(directory)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._read()  # it is ready
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.cache} has ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def ask(self, prompt: list[int]) -> None:
+        self._process.stdin.write(json.dumps(prompt) + "\n")
+        self.told.append(self._read())
+
+    def figures(self) -> dict[str, Any]:
+        """What was told since this was called last."""
+        told, self.told = self.told, []
+        return {
+            "first_token": [one["first_token"] for one in told],
+            "texts": [one["text"] for one in told],
+            "evaluated": sum(one["evaluated"] for one in told),
+            "lost_seconds": sum(one["lost_seconds"] for one in told),
+        }
+
+    def end(self) -> dict[str, Any]:
+        """Close the cache, and end; returns what was told, with what it has cost in all."""
+        self._process.stdin.close()
+        return self.figures() | self._read()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@contextmanager
+def workers(model: str, caches: Sequence[str], directory: Path) -> Iterator[dict[str, Worker]]:
+    """A process for each cache, with its own directory."""
+    found: dict[str, Worker] = {}
+    try:
+        for cache in caches:
+            (directory / cache).mkdir(parents=True, exist_ok=True)
+            found[cache] = Worker(model, cache, directory / cache)
+        yield found
+    finally:
+        for worker in found.values():
+            worker.kill()
+
+
+def in_turns(asked: Sequence[Worker], requests: list[Request], answers: list[list[int]]) -> None:
+    """Ask each process each request; who is first changes. The answers without a cache are added, if they are new."""
+    first = len(answers)
+    for i, request in enumerate(requests):
+        prompt = prompt_of(request, answers)
+        for k in range(len(asked)):
+            asked[(i + k) % len(asked)].ask(prompt)
+        if len(answers) == first + i:
+            answers += [worker.told[-1]["answer"] for worker in asked if worker.cache == NOTHING]
 
 
 def compare(model: str, name: str, caches: list[str]) -> dict[str, Any]:
     """Every cache on one workload and model. Answers are compared with those without a cache."""
+    vocabulary = load(model_file(model), vocab_only=True)
+    requests = workload(name, vocabulary, MODELS[model].sizes, trained=MODELS[model].path is not None)
+    answers: list[list[int]] = []
     found: dict[str, Any] = {}
-    answers: str | None = None
-    for cache in caches:
-        figures, answers = cell(model, name, cache, answers)
-        found[cache] = figures
+    with tempfile.TemporaryDirectory() as root:
+        cold = Path(root) / "cold"
+        with workers(model, caches, cold) as asked:
+            in_turns(list(asked.values()), requests.cold, answers)
+            found = {cache: {"cold": worker.figures()} for cache, worker in asked.items()}
+            if RAM in asked:
+                # a cache that ends with its process is also asked without a restart; the answers are not known yet
+                in_turns([asked[NOTHING], asked[RAM]], requests.warm, answers)
+                found[RAM]["stayed"] = asked[RAM].figures()
+            for cache, worker in asked.items():
+                found[cache]["cold"] = worker.end() | found[cache]["cold"]
+        rounds: list[dict[str, Any]] = []
+        while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and is_undecided(relatives(rounds))):
+            warm = Path(root) / f"warm-{len(rounds)}"
+            shutil.copytree(cold, warm)
+            with workers(model, caches, warm) as asked:
+                in_turns(list(asked.values()), requests.warm, answers)
+                rounds.append({cache: worker.end() for cache, worker in asked.items()})
+            if len(rounds) == 1:
+                for cache in caches:
+                    found[cache]["disk_bytes"] = tree_bytes(warm / cache)
+            shutil.rmtree(warm)
+    ratios = relatives(rounds)
+    for cache, figures in found.items():
+        figures["warm"] = rounds[0][cache]
+        each = [round_[cache]["first_token"] for round_ in rounds]
+        figures["warm"] |= {
+            "first_token": list(map(statistics.median, zip(*each, strict=True))),
+            "relative": ratios[cache],
+            "verdict": verdict(ratios[cache]),
+        }
     reference = {phase: found[NOTHING][phase]["texts"] for phase in ("cold", "warm")}
     for cache, figures in found.items():
         for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
@@ -185,17 +284,13 @@ def section(result: dict[str, Any] | None) -> list[str]:
         return []
     models = "; ".join(f"{name}: {MODELS[name].title}" for name in result)
     lines = ["## Beside the other caches", "", *paragraph(ABOUT), *paragraph(READ)]
-    cells = [is_lost(found) for by_workload in result.values() for found in by_workload.values()]
-    lines += paragraph(
-        f"""{models}. In {sum(cells)} of {len(cells)} cells, marked with an asterisk, another cache had a lower median
-        after the restart than {LMDB_RAW}."""
-    )
+    lines += paragraph(f"{models}. {losses(result)}")
     lines += [f"![Time to the first token, {model}]({plot(model)})" for model in result]
     names = next(iter(result.values()))
     rows = [
         [
             f"{model}, {cache}",
-            *(waited(found[cache]) + " \\*" * (cache == LMDB_RAW and is_lost(found)) for found in by_workload.values()),
+            *(waited(found[cache]) for found in by_workload.values()),
         ]
         for model, by_workload in result.items()
         for cache in next(iter(by_workload.values()))
@@ -211,9 +306,11 @@ def section(result: dict[str, Any] | None) -> list[str]:
 
 
 def waited(figures: dict[str, Any]) -> str:
-    """How long requests have waited after the restart, and the tokens evaluated."""
-    warm = figures["warm"]
-    return f"{milliseconds(warm['first_token'][0])}; {waits(warm)}; {warm['evaluated']:,}"
+    """How long requests have waited after the restart, beside ours, and the tokens evaluated."""
+    warm, ratios = figures["warm"], figures["warm"]["relative"]
+    beside = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) {warm['verdict']}"
+    times = f"{milliseconds(warm['first_token'][0])}; {milliseconds(warm['seconds']['p50'])}"
+    return f"{times}; {beside}; {warm['evaluated']:,}"
 
 
 def spent(figures: dict[str, Any]) -> str:
@@ -233,29 +330,39 @@ with what the first has left, with 4 to 16 requests. *No cache* is what llama-cp
 are what a careful user writes by hand, by `llama_state_save_file` and `llama_state_load_file`: they verify nothing,
 make nothing durable, serve one process, and are never evicted. `LlamaDiskCache` removes an entry when it is hit."""
 
-READ = """After the restart: time to the first token of the first request; p50, p95 of all; tokens evaluated. What it
-costs, over both phases: the foreground's time for each request; bytes written to files; blocks on the disk at the end;
-peak RSS of the larger process, with the mapped pages of LMDB's file; greedy answers that differ from those without a
-cache. Files are in the system's memory. The same work took up to 1.5 times as long in one process as in the next: of
-two cells that are closer than that, neither is faster."""
+READ = """Each cache has a process of its own, and the processes are asked in turns, request by request; what one does
+after an answer ends before the next is asked. The restart is repeated three to six times. A cell has, after the
+restart, the time to the first token of the first request; the median of all; the time relative to prefixstore (LMDB,
+raw), the median of the requests' ratios, and of the rounds, with the lowest and the highest round; tokens evaluated.
+*Equal* is what differs more from round to round than from 1. What it costs, over both phases: the foreground's time
+for each request; bytes written to files; blocks on the disk at the end; peak RSS of the larger process, with the mapped
+pages of LMDB's file; greedy answers that differ from those without a cache. Files are in the system's memory."""
 
 
 def plot(model: str) -> str:
     return f"plots/first-token-{model}.png"
 
 
-def is_lost(found: dict[str, Any]) -> bool:
-    """Whether another cache had the shorter wait after the restart, by the median."""
-    seconds = {cache: each["warm"]["seconds"]["p50"] for cache, each in found.items()}
-    return min(seconds[cache] for cache in found if cache not in OURS) < seconds[LMDB_RAW]
+def losses(result: dict[str, Any]) -> str:
+    """The cells in which another cache was faster after the restart, or as fast."""
+    cells: dict[str, list[str]] = {"faster": [], "equal": [], "slower": []}
+    for model, by_workload in result.items():
+        for name, found in by_workload.items():
+            peers = {cache: found[cache]["warm"] for cache in found if cache not in OURS}
+            best = min(peers, key=lambda cache: statistics.median(peers[cache]["relative"]))
+            ratio = statistics.median(peers[best]["relative"])
+            cells[peers[best]["verdict"]].append(f"{WORKLOADS[name].lower()}, {model} ({best}: {ratio:.2f})")
+    n = sum(map(len, cells.values()))
+    return f"""The best other cache beside prefixstore (LMDB, raw), in {n} cells: faster in {_listed(cells["faster"])};
+        equal in {_listed(cells["equal"])}; slower in {_listed(cells["slower"])}."""
 
 
-def waits(phase: dict[str, Any]) -> str:
-    seconds = phase["seconds"]
-    return f"{milliseconds(seconds['p50'])}, {milliseconds(seconds['p95'])}"
+def _listed(cells: list[str]) -> str:
+    return f"{len(cells)}: {', '.join(cells)}" if cells else "none"
 
 
 if __name__ == "__main__":
-    # LlamaDiskCache prints every step
-    with contextlib.redirect_stderr(io.StringIO()):
-        print(json.dumps(process(*sys.argv[1:4], sys.argv[4].split(","), Path(sys.argv[5]))))
+    # LlamaDiskCache prints every step, and so may llama.cpp
+    told = sys.stdout
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        process(*sys.argv[1:3], Path(sys.argv[3]), lambda what: print(json.dumps(what), file=told, flush=True))

@@ -38,6 +38,9 @@ class Peer:
     def after(self) -> None:
         """Called after a completion."""
 
+    def settle(self) -> None:
+        """Return when nothing is done in the background any more."""
+
     def close(self) -> None:
         """Write everything that is to survive the process."""
 
@@ -135,6 +138,9 @@ class Ours(Peer):
         self.watch.watch(self.store._current, "lookup")
         self.watch.watch(self.store._current.strategy, "capture")
         llm.set_cache(self.store)
+
+    def settle(self) -> None:
+        self.store.engine.drain()
 
     def close(self) -> None:
         self.store.close()
