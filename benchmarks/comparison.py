@@ -27,7 +27,7 @@ from benchmarks.agent import MODEL
 from benchmarks.common import LIGHT, LIGHT_8B, ROOT, load, model_path, peak_rss, summary, tree_bytes, written_bytes
 from benchmarks.peers import LMDB_AUTO, LMDB_RAW, NOTHING, PEERS, RAM, SQLITE
 from benchmarks.tables import megabytes, milliseconds, paragraph, table
-from benchmarks.workloads import LARGE, SMALL, Request, Sizes, prompt_of, workload
+from benchmarks.workloads import LARGE, SMALL, Request, Sizes, Workload, prompt_of, workload
 
 N_CTX = 4096
 ANSWER_TOKENS = 8
@@ -213,56 +213,70 @@ def in_turns(asked: Sequence[Worker], requests: list[Request], answers: list[lis
             answers += [worker.told[-1]["answer"] for worker in asked if worker.cache == NOTHING]
 
 
+def begun(
+    model: str, caches: list[str], directory: Path, requests: Workload, answers: list[list[int]]
+) -> dict[str, dict[str, Any]]:
+    """The figures of each cache when it begins empty; of the one that ends with its process also without a restart."""
+    with workers(model, caches, directory) as asked:
+        in_turns(list(asked.values()), requests.cold, answers)
+        found = {cache: {"cold": worker.figures()} for cache, worker in asked.items()}
+        if RAM in asked:
+            # the answers are not known yet
+            in_turns([asked[NOTHING], asked[RAM]], requests.warm, answers)
+            found[RAM]["stayed"] = asked[RAM].figures()
+        for cache, worker in asked.items():
+            found[cache]["cold"] = worker.end() | found[cache]["cold"]
+    return found
+
+
+def restarted(
+    model: str, caches: list[str], directory: Path, requests: Workload, answers: list[list[int]]
+) -> dict[str, Any]:
+    """The figures of each cache when it begins with what is in its directory, which stays as it is."""
+    with tempfile.TemporaryDirectory() as root:
+        copied = Path(root) / "warm"
+        shutil.copytree(directory, copied)
+        with workers(model, caches, copied) as asked:
+            in_turns(list(asked.values()), requests.warm, answers)
+            found = {cache: worker.end() for cache, worker in asked.items()}
+        return {cache: figures | {"disk_bytes": tree_bytes(copied / cache)} for cache, figures in found.items()}
+
+
 def compare(model: str, name: str, caches: list[str]) -> dict[str, Any]:
     """Every cache on one workload and model. Answers are compared with those without a cache."""
     vocabulary = load(model_file(model), vocab_only=True)
     requests = workload(name, vocabulary, MODELS[model].sizes, trained=MODELS[model].path is not None)
     answers: list[list[int]] = []
-    found: dict[str, Any] = {}
+    rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root:
-        cold = Path(root) / "cold"
-        with workers(model, caches, cold) as asked:
-            in_turns(list(asked.values()), requests.cold, answers)
-            found = {cache: {"cold": worker.figures()} for cache, worker in asked.items()}
-            if RAM in asked:
-                # a cache that ends with its process is also asked without a restart; the answers are not known yet
-                in_turns([asked[NOTHING], asked[RAM]], requests.warm, answers)
-                found[RAM]["stayed"] = asked[RAM].figures()
-            for cache, worker in asked.items():
-                found[cache]["cold"] = worker.end() | found[cache]["cold"]
-        rounds: list[dict[str, Any]] = []
+        found = begun(model, caches, Path(root), requests, answers)
         while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and is_undecided(relatives(rounds))):
-            warm = Path(root) / f"warm-{len(rounds)}"
-            shutil.copytree(cold, warm)
-            with workers(model, caches, warm) as asked:
-                in_turns(list(asked.values()), requests.warm, answers)
-                rounds.append({cache: worker.end() for cache, worker in asked.items()})
-            if len(rounds) == 1:
-                for cache in caches:
-                    found[cache]["disk_bytes"] = tree_bytes(warm / cache)
-            shutil.rmtree(warm)
-    ratios = relatives(rounds)
-    for cache, figures in found.items():
-        figures["warm"] = rounds[0][cache]
+            rounds.append(restarted(model, caches, Path(root), requests, answers))
+    for cache, ratios in relatives(rounds).items():
         each = [round_[cache]["first_token"] for round_ in rounds]
-        figures["warm"] |= {
+        found[cache]["warm"] = {
+            **rounds[0][cache],
             "first_token": list(map(statistics.median, zip(*each, strict=True))),
-            "relative": ratios[cache],
-            "verdict": verdict(ratios[cache]),
+            "relative": ratios,
+            "verdict": verdict(ratios),
         }
+        found[cache]["disk_bytes"] = found[cache]["warm"].pop("disk_bytes")
+    _compare_answers(found, is_live=name == "chat")
+    return found
+
+
+def _compare_answers(found: dict[str, Any], *, is_live: bool) -> None:
+    """Count the answers that differ from those without a cache, in place of the answers."""
     reference = {phase: found[NOTHING][phase]["texts"] for phase in ("cold", "warm")}
     for cache, figures in found.items():
         for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
-            pairs = zip(figures[phase]["texts"], reference["cold" if phase == "cold" else "warm"], strict=True)
+            texts = figures[phase].pop("texts")
+            pairs = zip(texts, reference["cold" if phase == "cold" else "warm"], strict=True)
             figures[phase]["differing"] = sum(text != expected for text, expected in pairs)
-        if name == "chat" and cache in OURS:
-            # the live prefix makes the same batches as without a cache
-            assert not figures["cold"]["differing"], f"{cache} gives another answer on {model}"
-    for figures in found.values():
-        for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
-            del figures[phase]["texts"]
             figures[phase]["seconds"] = summary(figures[phase]["first_token"])
-    return found
+        if is_live and cache in OURS:
+            # the live prefix makes the same batches as without a cache
+            assert not figures["cold"]["differing"], f"{cache} gives another answer"
 
 
 def run(models: list[str] | None = None, names: list[str] | None = None, caches: list[str] | None = None) -> Any:
