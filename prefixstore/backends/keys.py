@@ -188,7 +188,7 @@ class Keys:
 
 
 def shown(provider: KeyProvider) -> str:
-    """What may be said of a provider: the text of somebody's object may have its keys."""
+    """How messages name a provider: a user's own object by its type, since its text may contain keys."""
     return str(provider) if isinstance(provider, Source) else type(provider).__name__
 
 

@@ -357,7 +357,8 @@ class Encrypted:
         Returns how many rows were encrypted again, and how many are left, since they cannot be decrypted, or others
         still write under older keys: then these are still needed.
         """
-        self._enter()
+        # first: who lacks the newest key writes nothing any more
+        self._name_keys()
         with self.view() as first:
             older = set(first.cipher.needed) - set(self.keys.current)
         n_done = 0
@@ -371,14 +372,8 @@ class Encrypted:
             # another process has other keys, or others are the last ones in its file
             n_left += n_again
         if older and not n_left:
-            self._replace(older)
+            self._name_keys(older)
         return n_done, n_left
-
-    @retried
-    def _enter(self) -> None:
-        """Have the header name the newest keys, so that who lacks them writes nothing any more."""
-        with self.update():
-            pass
 
     def _rotate_once(self) -> tuple[int, int]:
         n_done = n_left = 0
@@ -407,8 +402,8 @@ class Encrypted:
                     update.put(key, *found)
 
     @retried
-    def _replace(self, older: Collection[bytes]) -> None:
-        """Have the header no longer name these keys."""
+    def _name_keys(self, older: Collection[bytes] = ()) -> None:
+        """Have the header name the newest keys, and none of the older ones."""
         with self._backend.update() as rows:
             self._entered(rows, older)
 

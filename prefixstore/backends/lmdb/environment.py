@@ -323,7 +323,7 @@ class Environment:
             return
         with self._handle_lock.exclusive():
             with adding():
-                # nor is there another one by now; one that comes later opens it anew
+                # another thread may use it by now; one that comes later opens it again
                 is_last, is_written = not self.users, self._is_open and not self._read_only
                 if is_last:
                     self._is_open, self._identity, self._map_size, self._read_only = False, None, SMALLEST_MAP, True
