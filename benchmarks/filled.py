@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import page_key
 from prefixstore.format.namespace import Namespace
@@ -64,12 +64,12 @@ def last_keys(chains: list[int], space: bytes) -> list[bytes]:
     return [list(records_of(chain, space, 0))[-1][0] for chain in chains]
 
 
-def next_chain(view: View) -> int:
+def next_chain(view: PageView) -> int:
     """The number of the first conversation that was never stored."""
     return int(view.note(NOTE) or b"0")
 
 
-def stored_chains(view: View, space: bytes, count: int, seed: int) -> tuple[list[int], float]:
+def stored_chains(view: PageView, space: bytes, count: int, seed: int) -> tuple[list[int], float]:
     """Numbers of conversations that are stored as a whole, drawn at random, and which share of those drawn are."""
     end = next_chain(view)
     drawn = np.random.default_rng(seed).permutation(end)[: 2 * count].tolist()

@@ -43,7 +43,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Config", "explain", "explain_of_model", "load", "load_config", "model_file"]
+__all__ = ["Config", "explain_of_model", "explain_settings", "load", "load_config", "model_file"]
 
 log = logging.getLogger("prefixstore")
 
@@ -264,7 +264,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
     if "n_ctx" not in config.model:
         log.warning("%s sets no n_ctx, so the context has %d tokens; set n_ctx in [model]", path, llm.n_ctx())
     store = config.open_store(llm)
-    for difference in explain(store.namespace, store.engine.upkeep.namespaces()):
+    for difference in explain_settings(store.namespace, store.engine.upkeep.namespaces()):
         log.warning("%s has no pages for these settings yet: %s", store.location, difference)
     llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
     return llm, store
@@ -303,7 +303,7 @@ def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
 # -- why two namespaces differ ---------------------------------------------------------------------------------------
 
 
-def explain(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
+def explain_settings(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
     """Explain why a context cannot use the states in a store: ``"type_k is q8_0 here, f16 in the store"``.
 
     Parameters
@@ -326,10 +326,10 @@ def explain(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
 
 
 def explain_of_model(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
-    """As `explain`, of the pages of the same model only, and whoever's they are."""
+    """As `explain_settings`, of the pages of the same model only, and whoever's they are."""
     model = namespace.settings.get("model")
     same = (one for one in stored if model is not None and one.settings.get("model") == model)
-    return explain(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same])
+    return explain_settings(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same])
 
 
 def _shown(name: str, value: object) -> str:

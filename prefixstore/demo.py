@@ -15,7 +15,7 @@ from prefixstore.errors import ContextError
 from prefixstore.models.file import is_gguf
 from prefixstore.store import PrefixStore
 
-__all__ = ["run"]
+__all__ = ["run_demo"]
 
 N_BATCH = 512
 # One token more than a multiple of the batch: the cold process computes the last token alone, as the warm one does, so
@@ -24,7 +24,7 @@ PROMPT_TOKENS = 6 * N_BATCH + 1
 ANSWER_TOKENS = 32
 
 
-def run(model: Path | None = None) -> dict[str, Any]:
+def run_demo(model: Path | None = None) -> dict[str, Any]:
     """Run the demo; what it found.
 
     Parameters

@@ -235,7 +235,7 @@ def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, 
 def test_the_answer_of_the_demo_is_one_line(capfd, monkeypatch):
     one = {"ttft": 1.0, "computed": 9, "restored": 0, "stored": 1, "pages": 1, "prompt": 9, "answer": "ok.\n\n\n.in\n"}
     monkeypatch.setattr(
-        "prefixstore.demo.run", lambda _: {"location": "lmdb:///kv", "cold": one, "warm": one, "same_answer": True}
+        "prefixstore.demo.run_demo", lambda _: {"location": "lmdb:///kv", "cold": one, "warm": one, "same_answer": True}
     )
     assert main(["demo"]) == 1
     out, err = capfd.readouterr()

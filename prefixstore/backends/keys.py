@@ -45,8 +45,8 @@ __all__ = [
     "key_id",
     "key_of",
     "line_of",
+    "name_of_provider",
     "provider_of",
-    "shown",
     "use_by_default",
 ]
 
@@ -176,18 +176,18 @@ class Keys:
         object raises an error that is none of a location.
         """
         try:
-            return cls.parse(provider.read(), shown(provider))
+            return cls.parse(provider.read(), name_of_provider(provider))
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - an object is the user's, and may raise anything
             wrong = LocationError if isinstance(provider, Source) else UnavailableError
             # the text of an error may have the command, and so a password
             reason = getattr(error, "strerror", None) or type(error).__name__
-            message = f"{shown(provider)} gives no keys: {reason}; prefixstore key new makes a file of them"
+            message = f"{name_of_provider(provider)} gives no keys: {reason}; prefixstore key new makes a file of them"
             raise wrong(message) from None
 
 
-def shown(provider: KeyProvider) -> str:
+def name_of_provider(provider: KeyProvider) -> str:
     """How messages name a provider: a user's own object by its type, since its text may contain keys."""
     return str(provider) if isinstance(provider, Source) else type(provider).__name__
 

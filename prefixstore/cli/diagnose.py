@@ -9,7 +9,7 @@ from typing import Any
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
-from prefixstore.cli.model import configured, open_model, silence
+from prefixstore.cli.model import configured, open_model, silence_llama
 from prefixstore.cli.output import DONE, FAILED, say, tell
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Level, examine
@@ -40,7 +40,7 @@ def doctor(
     """
     settings = load_config(config) if config is not None else None
     if settings is not None and not settings.model.get("verbose"):
-        silence()
+        silence_llama()
     found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
     where = next(finding.value for finding in found if finding.name == "location")
     n_problems = sum(finding.level is Level.PROBLEM for finding in found)

@@ -41,7 +41,7 @@ OF_TENANTS = {"tenant": "name", "line": "line", "models>": "models", "pages>": "
 OF_TENANTS |= {"stored>": "stored_bytes", "used>": "used"}
 
 
-def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
+def chosen_holdings(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
     """What is held of a namespace and a tenant, None for any. A tenant may be mistyped: one without pages is told."""
     found = archive.holdings(namespace, salt)
     if salt is not None and not found:
@@ -53,7 +53,7 @@ def chosen_namespaces(archive: Archive, namespace: str | None, salt: str | None)
     """The keys of the namespaces that are chosen; None for all."""
     if namespace is None and salt is None:
         return None
-    return {one.key for one in holdings_of(archive, namespace, salt)}
+    return {one.key for one in chosen_holdings(archive, namespace, salt)}
 
 
 def ls(
@@ -75,7 +75,7 @@ def ls(
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
         where, names = archive.location, archive.history().models
-        holdings = holdings_of(archive, namespace, salt)
+        holdings = chosen_holdings(archive, namespace, salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
     facts = [_facts(one, names) for one in shown]
 

@@ -17,13 +17,13 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, confirmed, listed, say, tell
-from prefixstore.config import explain
+from prefixstore.config import explain_settings
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.invariants import Violation
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND
-from prefixstore.maintenance.verify import verify as compare
+from prefixstore.maintenance.verify import compare_computed as compare
 from prefixstore.units import counted, format_bytes, format_share, parse_seconds, parse_target
 
 __all__ = ["check", "clear", "compact", "evict", "migrate", "pin", "purge", "unpin", "verify"]
@@ -128,7 +128,7 @@ def verify(
         if not found:
             say(f"prefixstore: {where} has no pages of this model with these settings")
             known = [holding.namespace for holding in archive.holdings() if holding.namespace is not None]
-            for difference in explain(namespace, known):
+            for difference in explain_settings(namespace, known):
                 say(f"  {difference}")
     llm.close()
     n_bad = sum(not one.is_within(bound) for one in found)
@@ -200,7 +200,7 @@ def migrate(location: str, *, check: bool = False) -> Result:
         from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
     where = without_password(location)
-    before = schema.check(location) if check else schema.upgrade(location)
+    before = schema.check_schema(location) if check else schema.upgrade(location)
     is_current = before.is_current or not check
     change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"
     return Result(

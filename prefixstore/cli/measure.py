@@ -42,9 +42,9 @@ def demo(*, model: Path | None = None) -> Result:
 
     Example: prefixstore demo --model m.gguf
     """
-    from prefixstore.demo import run  # noqa: PLC0415 - is needed by no other command
+    from prefixstore.demo import run_demo  # noqa: PLC0415 - is needed by no other command
 
-    found = run(model)
+    found = run_demo(model)
     cold, warm = found["cold"], found["warm"]
     failed = not found["same_answer"] or not warm["restored"]
 

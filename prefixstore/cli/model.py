@@ -13,7 +13,7 @@ from prefixstore.report.labels import Words
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["configured", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
+__all__ = ["configured", "open_model", "silence_llama", "text_of_tokens", "tokens_of_prefix"]
 
 
 def configured(
@@ -29,11 +29,11 @@ def configured(
 def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
     """The model of a command, or its tokenizer; unless ``verbose`` is set for it, llama.cpp's log is discarded."""
     if not settings.model.get("verbose"):
-        silence()
+        silence_llama()
     return settings.open_tokenizer() if tokenizer_only else settings.open_llama()
 
 
-def silence() -> None:
+def silence_llama() -> None:
     """Discard the log of llama.cpp, if it is installed."""
     try:
         from prefixstore.llama.binding import silence  # noqa: PLC0415 - the extra "llama"

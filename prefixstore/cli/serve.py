@@ -201,7 +201,7 @@ def _serve_model(
             "llama-server"
         )
     try:
-        from prefixstore.server.python_server import run  # noqa: PLC0415 - the extra "python-server"
+        from prefixstore.server.python_server import run_python_server  # noqa: PLC0415 - the extra "python-server"
     except ImportError as error:
         raise MissingExtraError(
             f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
@@ -218,4 +218,4 @@ def _serve_model(
     store_options = {**settings.store, **given}
     store_options.pop("location", None)
     options = ["--host", host, "--port", str(port), *command]
-    return run(location, options, config=None if model is not None else settings, **store_options)
+    return run_python_server(location, options, config=None if model is not None else settings, **store_options)

@@ -18,7 +18,7 @@ from prefixstore.cli.output import say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.server.child import check_options, check_program
 
-__all__ = ["main", "shim"]
+__all__ = ["run_shim", "shim"]
 
 PROGRAM = "llama-server"
 SCRIPT = """\
@@ -66,7 +66,7 @@ def shim(
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def run_shim(argv: Sequence[str]) -> int:
     """Run llama-server behind the proxy: the arguments of ``prefixstore serve``, ``--``, and those of llama-server."""
     at = argv.index("--")
     serve, (program, *given) = argv[:at], argv[at + 1 :]
@@ -97,4 +97,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_shim(sys.argv[1:]))

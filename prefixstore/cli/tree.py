@@ -17,7 +17,7 @@ from prefixstore.cli.files import STANDARD, is_replaced, writing
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, ago, may_replace, say, tell
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Facts
@@ -25,7 +25,7 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, keys_in, read_facts
 from prefixstore.models.file import file_digest, model_parts, model_title
 from prefixstore.report.content import BEGIN, content_of, html_of
-from prefixstore.report.labels import Words, labels_of, tokens_of
+from prefixstore.report.labels import Words, labels_of, tokens_of_pages
 from prefixstore.report.runs import Column, parents_of, runs_of
 from prefixstore.units import counted, format_bytes
 
@@ -97,12 +97,12 @@ def _chosen(facts: Facts, namespaces: Collection[bytes] | None, *, pinned: bool)
 
 
 def _with_texts(
-    view: View, facts: Facts, words: Words | None, containing: str | None
+    view: PageView, facts: Facts, words: Words | None, containing: str | None
 ) -> tuple[Facts, list[str] | None]:
     """Pages and their texts; with `containing` those that have it, and those that lead to them."""
     if words is None:
         return facts, None
-    found = tokens_of(view, list(map(bytes, facts["key"])))
+    found = tokens_of_pages(view, list(map(bytes, facts["key"])))
     tokens: list[list[int]] = [one.tolist() if one is not None else [] for one in found]
     is_kept = np.ones(len(facts), bool)
     if containing is not None:

@@ -20,13 +20,13 @@ from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import open_model
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
-from prefixstore.config import Config, explain, load_config
+from prefixstore.config import Config, explain_settings, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes, format_seconds, format_share
 from prefixstore.warming.job import Progress, WarmReport, estimate
 from prefixstore.warming.job import warm as run_job
-from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read_prompts, tokenized
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -193,7 +193,7 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
 
 
 def _print_notes(ready: Ready, store: PrefixStore) -> None:
-    differences = explain(store.namespace, store.engine.upkeep.namespaces())
+    differences = explain_settings(store.namespace, store.engine.upkeep.namespaces())
     for note in (*ready.notes, *(f"the store has no pages for these settings yet: {one}" for one in differences)):
         say(f"note: {note}")
 
@@ -275,7 +275,9 @@ def prepare(
     problems: list[Problem] = []
     found: list[Prompt] = []
     longest = 0
-    for tokens, where in tokenized(llm, read(sources), problems, generation_prompt=generation_prompt, trained=trained):
+    for tokens, where in tokenized(
+        llm, read_prompts(sources), problems, generation_prompt=generation_prompt, trained=trained
+    ):
         longest = max(longest, len(tokens))
         found.append(Prompt(where, tokens))
         if stop():

@@ -18,8 +18,7 @@ from time import perf_counter
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
-from prefixstore.config import Config
-from prefixstore.config import explain as explain_settings
+from prefixstore.config import Config, explain_settings
 from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History

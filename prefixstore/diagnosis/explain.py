@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixstore.config import explain as explain_settings
+from prefixstore.config import explain_settings
 from prefixstore.counters import Kind
 from prefixstore.diagnosis.explanation import Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
@@ -18,14 +18,14 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
-from prefixstore.warming.prompts import Problem, Prompt, PromptLike, encode
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokens_of_prompt
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
     from prefixstore.llama.hook import Hook
 
-__all__ = ["explain_prompt", "explain_without_context", "tokens_of"]
+__all__ = ["explain_prompt", "explain_without_context", "tokens_to_explain"]
 
 # tokens before and after the fork, and characters of their texts that are shown
 BEFORE, AFTER = 64, 64
@@ -39,7 +39,7 @@ CHILDREN = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class LookupContext:
     """Where a prompt is looked up, and what is known of the context that asks."""
 
     namespace: Namespace
@@ -51,20 +51,20 @@ class Place:
 def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation_prompt: bool) -> Explanation:
     """Explain what is stored of a prompt for a context; see `PrefixStore.explain`."""
     context = hook.context
-    tokens = tokens_of(hook.llm, prompt, generation_prompt=generation_prompt)
+    tokens = tokens_to_explain(hook.llm, prompt, generation_prompt=generation_prompt)
     where, kind = hook.strategy.place_of(tokens)
-    place = Place(where.namespace, where.page_tokens, context.parameters.min_tokens, kind)
+    place = LookupContext(where.namespace, where.page_tokens, context.parameters.min_tokens, kind)
     note = ""
     if context.bypass_reason() == "multimodal":
         note = "The chat handler adds images to the context: only the text before the first one is stored."
-    return explain(engine, hook.llm, tokens, place, note)
+    return explain_tokens(engine, hook.llm, tokens, place, note)
 
 
 def explain_without_context(
     engine: Engine, tokenizer: Llama, prompt: PromptLike, *, salt: str | None, generation_prompt: bool
 ) -> Explanation:
     """As `PrefixStore.explain`, under any settings of a model, of which only the vocabulary is loaded."""
-    tokens = tokens_of(tokenizer, prompt, generation_prompt=generation_prompt)
+    tokens = tokens_to_explain(tokenizer, prompt, generation_prompt=generation_prompt)
     model = "+".join(file_digest(part) for part in model_parts(tokenizer.model_path))
     known = [one for one in engine.upkeep.namespaces() if one.settings.get("model") == model and one.salt == salt]
     best, note = Namespace({"model": model, "salt": salt}), ""
@@ -78,16 +78,16 @@ def explain_without_context(
     if best.settings.get("window") is not None:
         # of a llama-server, of whose window only the last rows are there
         kind = Kind.PAGES_AND_SNAPSHOTS
-    place = Place(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
-    return explain(engine, tokenizer, tokens, place, note)
+    place = LookupContext(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
+    return explain_tokens(engine, tokenizer, tokens, place, note)
 
 
-def tokens_of(llm: Llama, prompt: PromptLike, *, generation_prompt: bool) -> Tokens:
+def tokens_to_explain(llm: Llama, prompt: PromptLike, *, generation_prompt: bool) -> Tokens:
     """The tokens of a prompt. Raises `InvalidParameterError`."""
     if isinstance(prompt, Problem):
         raise InvalidParameterError(str(prompt))
     content = prompt.content if isinstance(prompt, Prompt) else prompt
-    return encode(llm, content, generation_prompt=generation_prompt)  # type: ignore[arg-type]
+    return tokens_of_prompt(llm, content, generation_prompt=generation_prompt)  # type: ignore[arg-type]
 
 
 def _page_tokens(namespace: Namespace) -> int:
@@ -95,7 +95,7 @@ def _page_tokens(namespace: Namespace) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else Parameters.PAGE_TOKENS
 
 
-def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str = "") -> Explanation:
+def explain_tokens(engine: Engine, llm: Llama, tokens: Tokens, place: LookupContext, note: str = "") -> Explanation:
     """Explain what is stored of a prompt, and why not more; `note` is said at the end. Changes nothing.
 
     Raises `StorageError`. Of `llm` the vocabulary is used.
@@ -130,7 +130,7 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
 
 
 def _reason(
-    place: Place,
+    place: LookupContext,
     tokens: Tokens,
     shared: Path,
     matched: Path,
@@ -150,7 +150,7 @@ def _reason(
     return next(reason for reason, is_it in reasons.items() if is_it)
 
 
-def _nearest(engine: Engine, place: Place, tokens: Tokens, shared: Path) -> tuple[int, list[int]] | None:
+def _nearest(engine: Engine, place: LookupContext, tokens: Tokens, shared: Path) -> tuple[int, list[int]] | None:
     """Where the stored sequence that has most in common with a prompt parts from it, and how that goes on.
 
     None if the prompt is stored completely, or continues where the stored sequence ends.
@@ -201,7 +201,7 @@ def _fork(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
     return Fork(n, before[-SHOWN_BEFORE:], here[:SHOWN_AFTER], there[:SHOWN_AFTER])
 
 
-def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:
+def _others(engine: Engine, place: LookupContext, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:
     """Other namespaces that have more of the prompt. For a tenant, those of other tenants are not looked at."""
     mine = place.namespace
     known = [

@@ -20,7 +20,7 @@ from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.errors import CorruptError
@@ -28,7 +28,7 @@ from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, Toke
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["MAX_BOOKMARKS", "Bookmark", "BookmarkChange", "Bookmarks", "Unset", "parse"]
+__all__ = ["MAX_BOOKMARKS", "Bookmark", "BookmarkChange", "Bookmarks", "Unset", "bookmarks_in"]
 
 log = logging.getLogger("prefixstore")
 
@@ -136,7 +136,7 @@ class Bookmarks(Part):
             note = view.note(bookmarks_note(namespace))
         parsed = self._parsed
         if note != parsed[0]:
-            self._parsed = parsed = note, parse(note)
+            self._parsed = parsed = note, bookmarks_in(note)
         with self._lock:
             seen = self._seen.setdefault(namespace, {})
             seen.update(parsed[1])
@@ -183,7 +183,7 @@ class Bookmarks(Part):
         for namespace in {namespace for namespace, _ in made}:
             changes = {name: change for (space, name), change in made.items() if space == namespace}
             old = transaction.note(bookmarks_note(namespace))
-            new = self._pack(merged(parse(old), changes))
+            new = self._pack(merged(bookmarks_in(old), changes))
             if new != old:
                 transaction.put_note(bookmarks_note(namespace), new, namespace)
         if made:
@@ -246,7 +246,7 @@ class Bookmarks(Part):
         Those of a namespace without pages are removed with its settings.
         """
         with self._backend.view() as view:
-            found = {namespace: parse(view.note(bookmarks_note(namespace))) for namespace in view.namespaces()}
+            found = {namespace: bookmarks_in(view.note(bookmarks_note(namespace))) for namespace in view.namespaces()}
             torn = [
                 namespace
                 for namespace, bookmarks in found.items()
@@ -255,12 +255,12 @@ class Bookmarks(Part):
         if torn:
             with self._backend.update() as transaction:
                 for namespace in torn:
-                    known = parse(transaction.note(bookmarks_note(namespace)))
+                    known = bookmarks_in(transaction.note(bookmarks_note(namespace)))
                     left = {name: each for name, each in known.items() if is_whole(transaction, namespace, each)}
                     transaction.put_note(bookmarks_note(namespace), self._pack(left), namespace)
 
 
-def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
+def is_whole(view: PageView, namespace: bytes, bookmark: Bookmark) -> bool:
     """Whether all of a sequence is stored: its end is enough, since no page is stored without its parent."""
     page, rest = bookmark.page, bookmark.rest
     if page != namespace:
@@ -293,7 +293,7 @@ def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -
     return dict(sorted(found.items(), key=lambda item: item[1].set_at))
 
 
-def parse(note: bytes | None) -> dict[str, Bookmark]:
+def bookmarks_in(note: bytes | None) -> dict[str, Bookmark]:
     """The bookmarks of a note, by the time when they were set; damaged ones are left out."""
     found: dict[str, Bookmark] = {}
     try:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prefixstore.counters import Counters
 from prefixstore.engine.eviction import Victim
-from prefixstore.engine.located import Prompt, Waiting
+from prefixstore.engine.located import PagedPrompt, Waiting
 from prefixstore.engine.page import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages
@@ -61,7 +61,7 @@ class Catalog:
 
     # -- for lookups --------------------------------------------------------------------------------------------------
 
-    def along(self, prompt: Prompt) -> Waiting:
+    def along(self, prompt: PagedPrompt) -> Waiting:
         """What waits along a prompt."""
         with self.lock:
             damaged = {key: one.created for key, one in self._deferred.damaged.items()}

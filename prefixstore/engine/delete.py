@@ -12,7 +12,7 @@ from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.invariants import Violation, is_stray, strays
 from prefixstore.engine.keyspace import COUNT, RECORD, walk
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View, tokens_of
+from prefixstore.engine.page_view import PageView, tokens_of
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Damage
@@ -73,12 +73,12 @@ class Choice:
         return isinstance(record, Record) and self.has(entry.key, record.namespace, entry.usage.last_used)
 
 
-def subtree(view: View, key: bytes) -> set[bytes]:
+def subtree(view: PageView, key: bytes) -> set[bytes]:
     """A page and its descendants."""
     return {entry.key for entry in with_descendants(view, [key])}
 
 
-def beginning_with(view: View, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
+def beginning_with(view: PageView, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
     """The pages of sequences that begin with these tokens, and those that lead only to them."""
     if namespaces is None:
         namespaces = {row[-KEY_BYTES:] for row in view.counts() if row != COUNT}

@@ -19,7 +19,7 @@ from dataclasses import replace
 from threading import Thread
 
 from prefixstore.backends.contract import Backend, Costs, Range, Row, Update, View, after_all
-from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of, shown
+from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of, name_of_provider
 from prefixstore.backends.sealing import Sealer, sealed_size
 from prefixstore.engine.keyspace import CHILD, PARTS, RECORD, TENANT_BYTES, tenant_of
 from prefixstore.engine.pages import retried
@@ -320,8 +320,8 @@ class Encrypted:
             missing = self.keys.missing(needed)
         if missing:
             raise LocationError(
-                f"it needs the key {missing[0].hex()}, which {shown(self._provider)} does not have, or did not when it "
-                "was read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
+                f"it needs the key {missing[0].hex()}, which {name_of_provider(self._provider)} does not have, "
+                "or did not when it was read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
             )
 
     def _read_keys(self) -> None:

@@ -28,7 +28,7 @@ from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.importing import Importer
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page import Page, Path
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
@@ -273,7 +273,7 @@ class Engine:
         """
         self._catalog.mark_damaged(page, is_useless=True)
 
-    def view(self) -> AbstractContextManager[View]:
+    def view(self) -> AbstractContextManager[PageView]:
         """A view, for callers that read the location directly."""
         return self.threads.lending(self._backend.view())
 

@@ -21,7 +21,7 @@ from prefixstore.backends.contract import Range, Row
 from prefixstore.engine import keyspace
 from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row, leaves_of
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
 from prefixstore.format.keys import KEY_BYTES
 
@@ -66,13 +66,13 @@ class Group(NamedTuple):
     of: bytes | str | None = None
     quota: int = sys.maxsize
 
-    def spaces(self, view: View) -> Mapping[bytes, Count] | None:
+    def spaces(self, view: PageView) -> Mapping[bytes, Count] | None:
         """Its namespaces, and what each of them holds; None for all that there are."""
         if isinstance(self.of, bytes):
             return {self.of: view.count(self.of)}
         return view.namespaces_of(self.of) if self.of is not None else None
 
-    def held(self, view: View) -> Count:
+    def held(self, view: PageView) -> Count:
         """What its pages take now."""
         spaces = self.spaces(view)
         return view.count() if spaces is None else reduce(Count.plus, spaces.values(), Count())
@@ -99,7 +99,7 @@ class Victim(NamedTuple):
 class Victims:
     """The leaves of a group in one transaction, the lowest first."""
 
-    def __init__(self, view: View, rank: Rank, group: Group = ALL) -> None:
+    def __init__(self, view: PageView, rank: Rank, group: Group = ALL) -> None:
         self._view = view
         self._rows = view.rows
         self._rank = rank

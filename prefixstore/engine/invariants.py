@@ -11,7 +11,7 @@ from prefixstore.backends.contract import Row
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.keyspace import Count, Leaf
-from prefixstore.engine.page_view import View, leaf_of, path_in
+from prefixstore.engine.page_view import PageView, leaf_of, path_in
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import decode
@@ -86,9 +86,9 @@ class Check(NamedTuple):
     """
 
     kind: bytes
-    find: Callable[[View, Sequence[Row]], Iterator[Fault]]
+    find: Callable[[PageView, Sequence[Row]], Iterator[Fault]]
 
-    def walk(self, view: View) -> Iterator[Fault]:
+    def walk(self, view: PageView) -> Iterator[Fault]:
         """What is wrong with all rows of this kind, some of which are in memory at a time."""
         for rows in keyspace.walk(view.rows, self.kind):
             found = list(self.find(view, rows))
@@ -101,12 +101,12 @@ class Check(NamedTuple):
 def page_of(row: Row) -> bytes:
     """The key of the page of which a row is, or ``b""``."""
     if row.key.startswith(keyspace.CHILD):
-        child = siblings.Child.unpack(row.value)
+        child = siblings.ChildRow.unpack(row.value)
         return (child.page if child is not None else None) or b""
     return row.key[-KEY_BYTES:] if row.key.startswith(keyspace.LEAF) else row.key[1:]
 
 
-def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
+def flaws(view: PageView) -> Iterator[tuple[str, bytes, str]]:
     """Faults of the places of pages, and of what is kept beside them, such as the index of children.
 
     Each is a rule of `Violation`, the key of the page or ``b""``, and a message. Raises `CorruptError` if the location
@@ -118,12 +118,12 @@ def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
     yield from _miscounted(view)
 
 
-def stored(view: View, keys: Sequence[bytes]) -> list[Row]:
+def stored(view: PageView, keys: Sequence[bytes]) -> list[Row]:
     """Those of these rows that there are."""
     return [Row(key, value) for key, value in zip(keys, view.rows.get(keys), strict=True) if value is not None]
 
 
-def strays(view: View) -> tuple[set[bytes], set[bytes]]:
+def strays(view: PageView) -> tuple[set[bytes], set[bytes]]:
     """Pages that can never be found, and those that a newer version wrote; without what follows them."""
     lost: set[bytes] = set()
     newer: set[bytes] = set()
@@ -134,7 +134,7 @@ def strays(view: View) -> tuple[set[bytes], set[bytes]]:
     return lost | {one.row.key[1:] for one in PLACES.walk(view)}, newer
 
 
-def is_stray(view: View, key: bytes) -> bool:
+def is_stray(view: PageView, key: bytes) -> bool:
     """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
     record, _ = view.records([key]).get(key, (None, None))
     if not isinstance(record, Record):
@@ -143,7 +143,7 @@ def is_stray(view: View, key: bytes) -> bool:
     return any(_out_of_place(record, parent))
 
 
-def _misplaced_pages(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _misplaced_pages(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     """What is wrong with the places of those of these pages that can be read, in their sequences."""
     records = {key: one for key, (one, _) in view.records([row.key[1:] for row in rows]).items()}
     pages = [(row, one) for row in rows if isinstance(one := records.get(row.key[1:]), Record)]
@@ -168,7 +168,7 @@ def _out_of_place(page: Record, parent: Record | StorageError | None) -> Iterato
         yield "parent", f"its parent {page.parent.hex()} is missing"
 
 
-def _lost(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _lost(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     paths = [path_in(row.key[1:], row.value) or [] for row in rows]
     found = iter(view.rows.get([key for path in paths for key in path]))
     for row, path in zip(rows, paths, strict=True):
@@ -176,8 +176,8 @@ def _lost(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
             yield Fault(row, "index", "it is not found among the children of its parent")
 
 
-def _misplaced(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
-    children = [siblings.Child.unpack(row.value) for row in rows]
+def _misplaced(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
+    children = [siblings.ChildRow.unpack(row.value) for row in rows]
     records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
     for row, child, record in zip(rows, children, records, strict=True):
         # if its record is damaged, a page may be below any row
@@ -188,19 +188,19 @@ def _misplaced(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
             yield Fault(row, "index", what)
 
 
-def _hollow(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _hollow(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     for row in siblings.hollow(view.rows, rows):
         yield Fault(row, "index", "a page is said to have children that it does not have")
 
 
-def _orphans(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _orphans(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     records = view.rows.get([keyspace.RECORD + row.key[1:] for row in rows])
     for row, record in zip(rows, records, strict=True):
         if record is None:
             yield Fault(row, "orphan", "a usage without a record")
 
 
-def _wrong_leaves(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _wrong_leaves(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     keys = [row.key[1:] for row in rows]
     followed, usages = view.followed(keys), view.rows.get([keyspace.USAGE + key for key in keys])
     pages = [leaf_of(key, row.value, usage) for key, row, usage in zip(keys, rows, usages, strict=True)]
@@ -213,7 +213,7 @@ def _wrong_leaves(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
                 yield Fault(row, "index", what)
 
 
-def _stray_leaves(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _stray_leaves(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
     for row, record in zip(rows, records, strict=True):
         head = head_of(record) if record is not None else None
@@ -231,7 +231,7 @@ STRAY_LEAVES = Check(keyspace.LEAF, _stray_leaves)
 CHECKS = (PLACES, LOST, MISPLACED, HOLLOW, ORPHANS, WRONG_LEAVES, STRAY_LEAVES)
 
 
-def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
+def _miscounted(view: PageView) -> Iterator[tuple[str, bytes, str]]:
     n_wrong = 0
     for _ in range(SUMS):
         counted, right = view.counts(), view.recount()
@@ -254,7 +254,7 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
-def violations(view: View, budget: Budget) -> list[Violation]:
+def violations(view: PageView, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
     found = [Violation(rule, key.hex(), message) for rule, key, message in flaws(view)]
     contents = Check(keyspace.RECORD, _spoiled)
@@ -265,7 +265,7 @@ def violations(view: View, budget: Budget) -> list[Violation]:
     return found
 
 
-def _spoiled(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+def _spoiled(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     """What is wrong with pages themselves."""
     usages, namespaces = view.rows.get([keyspace.USAGE + row.key[1:] for row in rows]), set(view.namespaces())
     for row, usage in zip(rows, usages, strict=True):
@@ -273,7 +273,7 @@ def _spoiled(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
             yield Fault(row, rule, message)
 
 
-def _faults(view: View, row: Row, usage: bytes | None, namespaces: Collection[bytes]) -> Iterator[tuple[str, str]]:
+def _faults(view: PageView, row: Row, usage: bytes | None, namespaces: Collection[bytes]) -> Iterator[tuple[str, str]]:
     """What is wrong with a page itself: rules, and messages. One at a time: what a server sends is in memory."""
     key = row.key[1:]
     record = Entry.of(key, row.value, usage).record

@@ -11,10 +11,10 @@ from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
-__all__ = ["Located", "Prompt", "Waiting"]
+__all__ = ["Located", "PagedPrompt", "Waiting"]
 
 
-class Prompt:
+class PagedPrompt:
     """A sequence of tokens, cut into pages; the trie knows the keys of those that were looked up before.
 
     Attributes
@@ -92,7 +92,7 @@ class Located:
         Key of a page of the prompt under which another page is stored.
     """
 
-    prompt: Prompt
+    prompt: PagedPrompt
     pages: list[Page] = field(default_factory=list)
     n_stored: int = 0
     beside: list[Page] = field(default_factory=list)

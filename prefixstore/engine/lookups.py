@@ -14,9 +14,9 @@ from queue import Empty
 from typing import Concatenate, ParamSpec, TypeVar
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.engine.located import Located, Prompt, Waiting
+from prefixstore.engine.located import Located, PagedPrompt, Waiting
 from prefixstore.engine.page import Page, Path, in_order
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
@@ -133,18 +133,20 @@ class Lookups(Part):
                 return not Page.stored(key, record, usage).has_expired(time.time_ns())
         return False
 
-    def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Prompt:
+    def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> PagedPrompt:
         """A sequence, cut into pages."""
-        return Prompt(namespace, tokens, page_tokens, self._backend.trie)
+        return PagedPrompt(namespace, tokens, page_tokens, self._backend.trie)
 
     @contextmanager
-    def locating(self, prompt: Prompt, *, snapshots: bool = False) -> Iterator[tuple[View, Located]]:
+    def locating(self, prompt: PagedPrompt, *, snapshots: bool = False) -> Iterator[tuple[PageView, Located]]:
         """A view, and what there is of a prompt; guarded by the breaker."""
         waiting = self._catalog.along(prompt)
         with self.breaker.asking(), self._backend.view() as view:
             yield view, self.locate(view, prompt, waiting, snapshots=snapshots)
 
-    def locate(self, view: View | None, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
+    def locate(
+        self, view: PageView | None, prompt: PagedPrompt, waiting: Waiting, *, snapshots: bool = False
+    ) -> Located:
         """What there is of a prompt, to the token, with `snapshots` also those along it.
 
         Mostly three round trips to a server: the records of all full pages, whose keys follow from the tokens, then
@@ -181,7 +183,7 @@ class Lookups(Part):
         return found
 
     def _following(
-        self, stored: Sequence[Entry], waiting: Waiting, prompt: Prompt, number: int, form: int
+        self, stored: Sequence[Entry], waiting: Waiting, prompt: PagedPrompt, number: int, form: int
     ) -> list[Page]:
         """Those of these entries, and of what waits, that follow a page of a prompt and have this form."""
         place = prompt.namespace, prompt.parents[number], number * prompt.page_tokens, form
@@ -241,7 +243,7 @@ def _n_kept(pages: Sequence[Page]) -> int:
     return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
 
 
-def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:
+def _starts_elsewhere(record: Record, prompt: PagedPrompt, number: int) -> bool:
     return (record.parent, record.tokens) == (prompt.parents[number], prompt.pieces[number]) and (
         record.start != number * prompt.page_tokens or record.namespace != prompt.namespace
     )

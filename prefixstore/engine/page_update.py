@@ -16,7 +16,7 @@ from prefixstore.engine.keyspace import (
     Leaf,
     leaf_row,
 )
-from prefixstore.engine.page_view import View, counted_as, leaf_of, path_in, path_of, usage_in
+from prefixstore.engine.page_view import PageView, child_rows_of, counted_as, leaf_of, path_in, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
@@ -24,7 +24,7 @@ from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, nam
 __all__ = ["Transaction"]
 
 
-class Transaction(View):
+class Transaction(PageView):
     """Reads and changes pages: exclusive, and all or nothing."""
 
     _rows: Update
@@ -96,7 +96,7 @@ class Transaction(View):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
-        path, space = path_of(record), record.namespace
+        path, space = child_rows_of(record), record.namespace
         owner = self._owner(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
         wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]

@@ -27,12 +27,12 @@ from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import FACTS, Buffer, Facts, Head, Record, Usage, facts_of, head_of
 
 __all__ = [
+    "PageView",
     "Used",
-    "View",
+    "child_rows_of",
     "counted_as",
     "leaf_of",
     "path_in",
-    "path_of",
     "tokens_of",
     "usage_in",
 ]
@@ -46,7 +46,7 @@ class Used:
     entries: int
 
 
-class View:
+class PageView:
     """Reads pages.
 
     Where reading a row is cheap, since the location `is_local`, fewer are read, one after the other. What the rows are
@@ -363,9 +363,9 @@ def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[byte
 def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
     """The child rows that a stored page can have; None if it is not there, or cannot be read."""
     record = Entry.of(key, stored, None).record if stored is not None else None
-    return path_of(record) if isinstance(record, Record) else None
+    return child_rows_of(record) if isinstance(record, Record) else None
 
 
-def path_of(record: Record) -> list[bytes]:
+def child_rows_of(record: Record) -> list[bytes]:
     """The child rows that a page can have."""
     return siblings.child_path(record.parent, record.form, record.tokens)

@@ -21,7 +21,7 @@ from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.trie import Trie
 from prefixstore.errors import (
     ClosedError,
@@ -173,11 +173,11 @@ class Pages:
         return self._backend is not None and self._backend.is_local
 
     @contextmanager
-    def view(self) -> Iterator[View]:
+    def view(self) -> Iterator[PageView]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         rows = self.rows
         with (self.encrypted or rows).view() as view:
-            yield View(view, is_local=rows.is_local, check=rows.check, trie=self.trie)
+            yield PageView(view, is_local=rows.is_local, check=rows.check, trie=self.trie)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:

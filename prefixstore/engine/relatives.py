@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prefixstore.engine.page import Page
-from prefixstore.engine.page_view import View, tokens_of
+from prefixstore.engine.page_view import PageView, tokens_of
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
@@ -14,7 +14,7 @@ from prefixstore.format.record import Record, Usage
 __all__ = ["pinned_with", "siblings_of", "with_descendants"]
 
 
-def with_descendants(view: View, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
+def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
     """These pages and all that is stored after them, children before their parents.
 
     Of more than `at_once` children of one page only the first ones, and then not the page.
@@ -35,7 +35,7 @@ def with_descendants(view: View, keys: Iterable[bytes], at_once: int | None = No
             waiting += [(one, False) for one in after]
 
 
-def _entries(view: View, keys: Iterable[bytes]) -> list[Entry]:
+def _entries(view: PageView, keys: Iterable[bytes]) -> list[Entry]:
     """What is stored under these keys; something may be even where there is no record."""
     keys = list(keys)
     found = view.records(keys)
@@ -43,7 +43,7 @@ def _entries(view: View, keys: Iterable[bytes]) -> list[Entry]:
     return [Entry(key, *found.get(key, nothing)) for key in keys]
 
 
-def pinned_with(view: View, key: bytes, *, pinned: bool) -> list[bytes]:
+def pinned_with(view: PageView, key: bytes, *, pinned: bool) -> list[bytes]:
     """What changes when a stored page is pinned or unpinned: its descendants too, and its ancestors.
 
     An ancestor of an unpinned page stays pinned if it leads to another pinned page.
@@ -62,7 +62,7 @@ def pinned_with(view: View, key: bytes, *, pinned: bool) -> list[bytes]:
     return changed
 
 
-def siblings_of(view: View, page: Page) -> tuple[Page | None, bool]:
+def siblings_of(view: PageView, page: Page) -> tuple[Page | None, bool]:
     """The stored tail that a page continues, and whether a stored page has all its tokens, and more."""
     if page.form == SNAPSHOT:
         return None, False

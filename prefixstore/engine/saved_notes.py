@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from prefixstore.counters import Kept
 from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.space import Evictor, Space
@@ -41,7 +41,7 @@ def note_policy(transaction: Transaction, name: str) -> None:
         transaction.put_note(POLICY_NOTE, name.encode())
 
 
-def noted_policy(view: View) -> str | None:
+def noted_policy(view: PageView) -> str | None:
     """The policy of the last store that wrote pages; None if it is not known."""
     note = view.note(POLICY_NOTE)
     return note.decode("ascii", "replace") if note is not None else None

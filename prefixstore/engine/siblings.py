@@ -23,7 +23,7 @@ from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import Buffer, place_of
 
 __all__ = [
-    "Child",
+    "ChildRow",
     "add_child",
     "all_children",
     "around",
@@ -49,7 +49,7 @@ _OF_NODE = b"prefixstore node"
 DEEPEST = 4096
 
 
-class Child(NamedTuple):
+class ChildRow(NamedTuple):
     """A child row.
 
     Attributes
@@ -68,7 +68,7 @@ class Child(NamedTuple):
         return bytes([self.has_more]) + (self.page or b"")
 
     @classmethod
-    def unpack(cls, stored: bytes | None) -> Child | None:
+    def unpack(cls, stored: bytes | None) -> ChildRow | None:
         """Read the stored form; None if it is missing or damaged."""
         if stored is None or len(stored) not in (1, 1 + KEY_BYTES) or stored[0] > 1:
             return None
@@ -115,22 +115,22 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
     draft.get(path)  # in one round trip; the draft keeps them
     for i, row in enumerate(path):
         # with what was moved here from the row above
-        stored = Child.unpack(draft.get([row])[0])
-        if stored == Child(key):
+        stored = ChildRow.unpack(draft.get([row])[0])
+        if stored == ChildRow(key):
             return
         found = stored
         if found is not None and not found.has_more:
             found = _parted(draft, found.page or b"", path, i, owner)
         if found is None or not found.has_more:
-            draft.put(row, Child(key).pack(), owner=owner)
+            draft.put(row, ChildRow(key).pack(), owner=owner)
             return
         if i == len(path) - 1:
-            found = Child(key, has_more=True)
+            found = ChildRow(key, has_more=True)
         if found != stored:
             draft.put(row, found.pack(), owner=owner)
 
 
-def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
+def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> ChildRow | None:
     """Move a page that is alone below row `i` to the next node; what the row says then. None if it is not there."""
     record = draft.get([RECORD + other])[0]
     place = place_of(record) if record is not None else None
@@ -138,15 +138,15 @@ def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: b
     if its_path[: i + 1] != list(path[: i + 1]):
         return None
     if len(its_path) == i + 1:
-        return Child(other, has_more=True)
-    draft.put(its_path[i + 1], Child(other).pack(), owner=owner)
-    return Child(None, has_more=True)
+        return ChildRow(other, has_more=True)
+    draft.put(its_path[i + 1], ChildRow(other).pack(), owner=owner)
+    return ChildRow(None, has_more=True)
 
 
 def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     """Take a page out of its siblings; whether it was among them."""
     for i, (row, stored) in enumerate(zip(path, draft.get(path), strict=True)):
-        found = Child.unpack(stored)
+        found = ChildRow.unpack(stored)
         if found is not None and found.page == key and (not found.has_more or i == len(path) - 1):
             take_out(draft, row)
             for above in reversed(path[:i]):
@@ -159,9 +159,9 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
 
 def take_out(draft: Update, row: bytes) -> None:
     """Have a row no longer name its page; one that is damaged is deleted."""
-    child = Child.unpack(draft.get([row])[0])
+    child = ChildRow.unpack(draft.get([row])[0])
     if child is not None and child.has_more:
-        draft.put(row, Child(None, has_more=True).pack())
+        draft.put(row, ChildRow(None, has_more=True).pack())
         mend_child(draft, row)
     else:
         draft.delete(row)
@@ -169,18 +169,18 @@ def take_out(draft: Update, row: bytes) -> None:
 
 def mend_child(draft: Update, row: bytes) -> None:
     """Have a row no longer say that there are more pages, if there are none under the next node."""
-    found = Child.unpack(draft.get([row])[0])
+    found = ChildRow.unpack(draft.get([row])[0])
     if found is None or not found.has_more or draft.ranges([under(node_below(row), 1)])[0]:
         return
     if found.page is not None:
-        draft.put(row, Child(found.page).pack())
+        draft.put(row, ChildRow(found.page).pack())
     else:
         draft.delete(row)
 
 
 def hollow(view: View, rows: Sequence[Row]) -> list[Row]:
     """Those of these child rows that say that there are more pages, and have none under the next node."""
-    forks = [row for row in rows if (child := Child.unpack(row.value)) is not None and child.has_more]
+    forks = [row for row in rows if (child := ChildRow.unpack(row.value)) is not None and child.has_more]
     below = view.ranges([under(node_below(row.key), 1) for row in forks])
     return [row for row, found in zip(forks, below, strict=True) if not found]
 
@@ -188,7 +188,7 @@ def hollow(view: View, rows: Sequence[Row]) -> list[Row]:
 def leads_to(key: bytes, stored: Sequence[bytes | None]) -> bool:
     """Whether a page is found among its siblings, by the stored rows of its path."""
     for i, value in enumerate(stored):
-        found = Child.unpack(value)
+        found = ChildRow.unpack(value)
         if found is None or not found.has_more or i == len(stored) - 1:
             return found is not None and found.page == key
     return False
@@ -215,7 +215,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
     sides = iter(found)
     for i, row in enumerate(path):
         below, above = next(sides), next(sides)
-        here = next((Child.unpack(one.value) for one in below if one.key == row), None)
+        here = next((ChildRow.unpack(one.value) for one in below if one.key == row), None)
         # those of deeper steps are nearer
         before = [one for one in below if one.key != row][:1] or before
         after = above or after
@@ -224,7 +224,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
             break
         if here.page is not None:
             # it ends here, and so comes before the others
-            before = [Row(row, Child(here.page).pack())]
+            before = [Row(row, ChildRow(here.page).pack())]
         if i == len(path) - 1:
             after = view.ranges([under(node_below(row), 1)])[0] or after
     keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
@@ -234,7 +234,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
     """The first page below a row, or the last one; None if it leads to none."""
     for _ in range(DEEPEST):
-        child = Child.unpack(rows[0].value) if rows else None
+        child = ChildRow.unpack(rows[0].value) if rows else None
         if child is None or (child.page is not None and not (child.has_more and last)):
             return child.page if child is not None else None
         # those that go on come after the one that ends here
@@ -252,9 +252,9 @@ def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) 
 
 def pages_below(view: View, found: Sequence[Sequence[Row]], at_most: int | None = None) -> list[list[bytes]]:
     """As `children_of`, from the rows under each node."""
-    levels: list[list[list[tuple[bytes, Child]]]] = []
+    levels: list[list[list[tuple[bytes, ChildRow]]]] = []
     while found and len(levels) < DEEPEST:
-        rows = [[(row.key, child) for row in some if (child := Child.unpack(row.value))] for some in found]
+        rows = [[(row.key, child) for row in some if (child := ChildRow.unpack(row.value))] for some in found]
         levels.append(rows)
         forks = [under(node_below(key), at_most) for some in rows for key, child in some if child.has_more]
         found = view.ranges(forks) if forks else []

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.located import Located
 from prefixstore.engine.page import Page, shared_tokens
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
@@ -18,7 +18,7 @@ SIBLINGS_COMPARED = 64
 
 
 def too_many(
-    view: View, catalog: Catalog, found: Located, keep: int, interval: int, valued: Collection[int] = ()
+    view: PageView, catalog: Catalog, found: Located, keep: int, interval: int, valued: Collection[int] = ()
 ) -> list[Page]:
     """The snapshots along a prompt that are to be given up, so that `keep` are left; not pinned ones.
 

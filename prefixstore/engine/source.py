@@ -29,7 +29,7 @@ from typing import TypeAlias
 from prefixstore.backends.threads import Answer
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.page import Page, is_same
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.part import Part, Shared
 from prefixstore.errors import (
     ClosedError,
@@ -41,7 +41,7 @@ from prefixstore.errors import (
     UndecryptableError,
 )
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
-from prefixstore.format.codec import CODECS, decode_into, inspect, verify, verify_checksum
+from prefixstore.format.codec import CODECS, decode_into, inspect, verify_checksum, verify_payload
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["Admit", "Fetcher", "Given", "Keep", "LateError", "Look", "ShapeError", "Source", "SourceReader"]
@@ -145,7 +145,7 @@ class SourceReader:
         # an entry for each accepted state
         self._accepted: SimpleQueue[bool] = SimpleQueue()
         # what is read, to see how much of a page has arrived
-        self._view: View | None = None
+        self._view: PageView | None = None
         # whether more is to be read
         self._goes_on = True
         # used by the threads
@@ -285,7 +285,7 @@ class SourceReader:
             one.check = partial(self.fetcher.verify, record, one.state, seconds)
             return
         started = time.perf_counter()
-        stored = verify(record, payload)
+        stored = verify_payload(record, payload)
         self.fetcher.read_rate.observe(len(stored), seconds + time.perf_counter() - started)
         if record.codec == RAW:
             one.state = stored
@@ -352,7 +352,7 @@ class Fetcher(Part):
         return self._catalog.states(pages)
 
     @contextmanager
-    def view(self) -> Iterator[View]:
+    def view(self) -> Iterator[PageView]:
         """A view, guarded by the breaker while it opens."""
         with ExitStack() as stack:
             with self.breaker.asking():

@@ -16,7 +16,7 @@ from prefixstore.engine.eviction import ALL, Group, Victim, Victims
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page import Page
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Used, View
+from prefixstore.engine.page_view import PageView, Used
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import DropReason, PendingPage
@@ -350,7 +350,7 @@ class _Need(NamedTuple):
     entries: int
 
 
-def _least_of(view: View) -> Used:
+def _least_of(view: PageView) -> Used:
     """What stays in a location if all is evicted: what is pinned, estimated from the size of an average byte there."""
     count = view.count()
     share = count.pinned_bytes / count.quota_bytes if count.quota_bytes > 0 else 0.0

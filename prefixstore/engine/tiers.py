@@ -32,7 +32,7 @@ from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError, UnavailableError
-from prefixstore.format.codec import verify
+from prefixstore.format.codec import verify_payload
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage, Usage
@@ -184,7 +184,7 @@ class TieredEngine(Engine):
         with suppress(CorruptError, IncompatibleError), self._backend.view() as view:
             for key, (record, payload) in zip(keys, view.fetch(keys), strict=False):
                 usage = replace(view.usage(key) or Usage(0), hits=0, pinned=False)
-                found.append(StoredPage(key, record, usage, bytes(verify(record, payload))))
+                found.append(StoredPage(key, record, usage, bytes(verify_payload(record, payload))))
                 n_bytes -= len(payload)
                 if n_bytes <= 0:
                     break

@@ -19,7 +19,7 @@ __all__ = [
     "MIN_SAVING",
     "UNPACKERS",
     "Encoder",
-    "Figures",
+    "PackingResult",
     "ReadRate",
     "choose",
     "encode",
@@ -72,7 +72,7 @@ class ReadRate:
 
 
 @dataclass(frozen=True)
-class Figures:
+class PackingResult:
     """What a codec achieved on a page: sizes before and after, and the seconds to unpack it in one thread."""
 
     raw_bytes: int
@@ -94,7 +94,7 @@ class Figures:
         return self.raw_bytes * seconds_per_byte / max(reading + self.seconds / UNPACKERS, 1e-12)
 
 
-def choose(figures: Mapping[str, Figures], seconds_per_byte: float | None) -> str:
+def choose(figures: Mapping[str, PackingResult], seconds_per_byte: float | None) -> str:
     """The codec for pages like the one on which the candidates achieved this.
 
     `seconds_per_byte` is what reading a stored byte of the location takes; None if nothing was read yet.
@@ -143,7 +143,7 @@ class Encoder:
         self.read_rate = ReadRate()
         self._codec = None if codec == "auto" else _parsed(codec)
         # written by several threads without a lock: at worst a page more, or one less, is measured
-        self._known: dict[bytes, dict[str, Figures]] = {}
+        self._known: dict[bytes, dict[str, PackingResult]] = {}
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
@@ -162,14 +162,14 @@ class Encoder:
         return packed[choose(figures, seconds_per_byte)]
 
 
-def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:
+def _measure(number: int, stored: Buffer, raw_bytes: int) -> PackingResult:
     packing = next(packing for packing in PACKINGS.values() if packing.number == number)
     out = np.empty(raw_bytes, np.uint8)
     out.fill(0)  # a restore reuses its buffers, so page faults must not count
     buffers = BufferPool(raw_bytes)
     started = time.perf_counter()
     packing.unpack(memoryview(stored), out.data, buffers)
-    return Figures(raw_bytes, len(stored), time.perf_counter() - started)
+    return PackingResult(raw_bytes, len(stored), time.perf_counter() - started)
 
 
 def _parsed(codec: str) -> tuple[str, int]:

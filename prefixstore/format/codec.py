@@ -27,8 +27,8 @@ __all__ = [
     "decode",
     "decode_into",
     "inspect",
-    "verify",
     "verify_checksum",
+    "verify_payload",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -194,9 +194,9 @@ _BY_NUMBER = {packing.number: packing for packing in PACKINGS.values()}
 
 
 def inspect(record: Record, stored: Buffer) -> memoryview:
-    """The stored bytes, if both sizes are those in the record: `verify` without the checksum.
+    """The stored bytes, if both sizes are those in the record: `verify_payload` without the checksum.
 
-    Raises as `verify` does.
+    Raises as `verify_payload` does.
     """
     view = memoryview(stored)
     if len(view) != record.stored_bytes:
@@ -215,7 +215,7 @@ def inspect(record: Record, stored: Buffer) -> memoryview:
     return view
 
 
-def verify(record: Record, stored: Buffer) -> memoryview:
+def verify_payload(record: Record, stored: Buffer) -> memoryview:
     """The stored bytes, if they are those that were written, and unpack to the size in the record.
 
     Raises
@@ -257,8 +257,8 @@ def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: 
 
 
 def decode(record: Record, stored: Buffer) -> memoryview:
-    """The state in `stored`, verified; a raw one is not copied. Raises as `verify` and `decode_into` do."""
-    view = verify(record, stored)
+    """The state in `stored`, verified; a raw one is not copied. Raises as `verify_payload` and `decode_into` do."""
+    view = verify_payload(record, stored)
     if record.codec == CODECS["raw"]:
         return view
     try:

@@ -1,7 +1,7 @@
 """Everything of llama-cpp-python that is not its public interface, and that a new version or a fork may move.
 
 All other modules reach a ``Llama`` through these functions and constants, through public attributes, most of which
-`REQUIRED` lists as well, and through the C functions of llama.cpp. `check` says which of them a version lacks.
+`REQUIRED` lists as well, and through the C functions of llama.cpp. `check_versions` says which of them a version lacks.
 
 Tried with llama-cpp-python 0.3.36, whose llama.cpp is 0c1e5709.
 """
@@ -32,7 +32,7 @@ __all__ = [
     "ContextClass",
     "adapter_of",
     "asks_for_prompt_logits",
-    "check",
+    "check_versions",
     "context_of",
     "is_closed",
     "is_completion",
@@ -101,7 +101,7 @@ _COMPLETION = _code(llama_cpp.Llama, "_create_completion")
 _PASSING_ON = _code(llama_cpp.Llama, "ctx")
 
 
-def check(llm: llama_cpp.Llama) -> None:
+def check_versions(llm: llama_cpp.Llama) -> None:
     """Raises `IncompatibleError` if a ``Llama`` lacks anything that a store needs; the message names it."""
     missing = [
         f"{cls.__name__}.{name}"

@@ -31,7 +31,7 @@ from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.llama.attachment import Attachment
 from prefixstore.llama.binding import (
     asks_for_prompt_logits,
-    check,
+    check_versions,
     is_closed,
     is_completion,
     keeps_all_logits,
@@ -77,7 +77,7 @@ class Hook:
     """
 
     def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
-        check(llm)
+        check_versions(llm)
         self.strategy = _strategy(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace

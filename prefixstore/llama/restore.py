@@ -26,7 +26,7 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import PAIR, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
-__all__ = ["Buffers", "Found", "Frame", "Joined", "Lent", "Positions", "Restore", "of_sequence"]
+__all__ = ["Buffers", "Found", "Frame", "Joined", "Positions", "Restore", "StateBuffer", "of_sequence"]
 
 log = logging.getLogger("prefixstore")
 
@@ -35,7 +35,7 @@ Frame: TypeAlias = Callable[[StateShape, Positions, int, Buffer], Assembly]
 """Says whose a state is: makes an `Assembly` of a shape, positions, the number of tokens, and a recurrent part."""
 
 
-class Lent(Protocol):
+class StateBuffer(Protocol):
     """Memory for a state, such as a `PooledBuffer`."""
 
     @property
@@ -49,7 +49,7 @@ class Lent(Protocol):
 class Buffers(Protocol):
     """Lends memory for states, such as an unbounded `BufferPool`."""
 
-    def acquire(self, size: int) -> Lent | None:
+    def acquire(self, size: int) -> StateBuffer | None:
         """Memory of this size."""
 
 
@@ -93,7 +93,7 @@ class Joined:
     data: memoryview | None
     n_good: int
     is_late: bool = False
-    buffer: Lent | None = None
+    buffer: StateBuffer | None = None
 
 
 class Restore:
@@ -157,7 +157,7 @@ class Restore:
         join = self._from_snapshot if found.is_snapshot else self._from_pages
         return join(tokens, found.read, frame, deadline)
 
-    def _buffer(self, size: int) -> Lent:
+    def _buffer(self, size: int) -> StateBuffer:
         buffer = self._buffers.acquire(size)
         assert buffer is not None  # this pool is unbounded
         return buffer
@@ -243,7 +243,7 @@ class Restore:
             raise CorruptError("rows of a whole state are missing")
         return state
 
-    def _put_together(self, states: Sequence[memoryview], start: int, n: int, frame: Frame) -> Lent:
+    def _put_together(self, states: Sequence[memoryview], start: int, n: int, frame: Frame) -> StateBuffer:
         """The state of `n` tokens, from its pages and its snapshot, whose last full page ends at `start`.
 
         Raises `CorruptError` if something is missing, or has another form.

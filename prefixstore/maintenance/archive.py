@@ -17,7 +17,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page import Page
-from prefixstore.engine.page_view import Used, View
+from prefixstore.engine.page_view import PageView, Used
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.saved_notes import noted_policy
@@ -167,7 +167,7 @@ class Archive(OpenLocation):
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 
-    def view(self) -> AbstractContextManager[View]:
+    def view(self) -> AbstractContextManager[PageView]:
         """A view of what is stored now."""
         return self.engine.view()
 
@@ -219,7 +219,7 @@ class Archive(OpenLocation):
         with self.view() as view:
             return self.find_in(view, read_facts(view), digits)
 
-    def find_in(self, view: View, facts: Facts, digits: str) -> Page:
+    def find_in(self, view: PageView, facts: Facts, digits: str) -> Page:
         """As `find`, among these pages of a view."""
         digits = string_of(digits, "page")
         keys = [key for key in map(bytes, facts["key"]) if key.hex().startswith(digits.lower())]

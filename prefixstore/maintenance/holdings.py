@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.page import Page
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
@@ -64,7 +64,7 @@ class Holding:
         return self.namespace.settings if self.namespace is not None else {}
 
 
-def read_facts(view: View, now: int | None = None) -> Facts:
+def read_facts(view: PageView, now: int | None = None) -> Facts:
     """Facts of all pages, in the order of their keys, including those that cannot be read; `now` is in nanoseconds.
 
     A time of use that is not believable is 0, as `prefixstore.format.record.time_of_use` has it, and none is after now.
@@ -83,7 +83,7 @@ def read_facts(view: View, now: int | None = None) -> Facts:
     return facts
 
 
-def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
+def holdings_of(view: PageView, facts: Facts | None = None) -> list[Holding]:
     """What there is of each namespace, the most recently used first. With `facts`, these are not read again."""
     facts = read_facts(view) if facts is None else facts
     facts = facts[facts["is_readable"]]
@@ -104,7 +104,7 @@ def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
     return sorted(found.values(), key=lambda holding: -holding.last_used)
 
 
-def namespaces_of(view: View) -> dict[bytes, Holding]:
+def namespaces_of(view: PageView) -> dict[bytes, Holding]:
     """The namespaces of a location by their keys, as if they held nothing."""
     found: dict[bytes, Holding] = {}
     for key, stored in view.namespaces().items():

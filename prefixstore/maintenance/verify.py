@@ -16,7 +16,7 @@ from prefixstore.store import PrefixStore
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["BOUND", "Comparison", "verify"]
+__all__ = ["BOUND", "Comparison", "compare_computed"]
 
 # The largest allowed difference of two logits, as a share of the distance between the largest and the smallest logit.
 # The same tokens in other batches, as a server computes them, differ by rounding; a state of other tokens by tenths.
@@ -49,7 +49,9 @@ def sample_leaves(archive: Archive, namespace: bytes, n: int, seed: int = 0) -> 
     return random.Random(seed).sample(leaves, min(n, len(leaves)))
 
 
-def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0) -> Iterator[Comparison]:
+def compare_computed(
+    llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0
+) -> Iterator[Comparison]:
     """Compute `n` stored sequences of an archive again, and compare the results.
 
     The context of the model is overwritten. The store, on the same location, is attached to the model; it is detached,

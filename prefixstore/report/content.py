@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from prefixstore.counters import DAY
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.format.namespace import model_digits
@@ -50,7 +50,7 @@ ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def content_of(
-    view: View,
+    view: PageView,
     location: str,
     *,
     words: Words | None = None,

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import PageView
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Facts, Record
 from prefixstore.report.runs import Column
 
-__all__ = ["Words", "labels_of", "tokens_of", "visible"]
+__all__ = ["Words", "labels_of", "tokens_of_pages", "visible"]
 
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
@@ -40,7 +40,7 @@ def visible(text: str) -> str:
     return text.translate(SHOWN).encode("utf-8", "replace").decode()
 
 
-def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
+def labels_of(view: PageView, facts: Facts, runs: Column, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
     """The label of each run, and how many of its first tokens it shares with a sibling.
 
     `words` has what turns tokens into text, for each namespace; None: its labels are token ids.
@@ -53,7 +53,7 @@ def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | No
             groups[siblings if siblings >= 0 else -2 - i].append(i)
     for some in _batches(list(groups.values())):
         each = [i for group in some for i in group]
-        first = tokens_of(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
+        first = tokens_of_pages(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
         found = dict(zip(each, first, strict=True))
         for group in some:
             known = {i: tokens for i in group if (tokens := found[i]) is not None}
@@ -77,7 +77,7 @@ def _batches(groups: Sequence[list[int]]) -> Iterator[list[list[int]]]:
         yield some
 
 
-def tokens_of(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
+def tokens_of_pages(view: PageView, keys: Sequence[bytes]) -> list[Tokens | None]:
     """The tokens of these pages; None for one that is gone or damaged."""
     found: list[Tokens | None] = []
     for at in range(0, len(keys), SLICE):

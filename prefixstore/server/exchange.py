@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from aiohttp import ClientConnectionResetError, web
 
-from prefixstore.server.refusals import RefusedError, kind_of
+from prefixstore.server.refusals import RefusedError, error_kind
 from prefixstore.server.upstream import Headers
 
 __all__ = ["BodyBudget", "Exchange", "server_of"]
@@ -176,7 +176,7 @@ class Exchange:
             log.warning("an answer is cut short: %s", message)
             self.cut()
             return
-        error = {"error": {"code": status, "message": message, "type": kind_of(status)}}
+        error = {"error": {"code": status, "message": message, "type": error_kind(status)}}
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED:
             headers["retry_after"] = RETRY_SECONDS
         self.answer(status, json.dumps(error).encode(), "application/json; charset=utf-8", **headers)

@@ -15,7 +15,7 @@ from typing import Final
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.prompts import TOKEN_CHARACTERS, aside
-from prefixstore.server.rates import AnswerTail, Rates, Usage
+from prefixstore.server.rates import AnswerTail, Rates, RequestUsage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
@@ -104,7 +104,7 @@ async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim
     )
 
 
-async def _compute(session: ServerSession, claim: Claim, end: int, headers: Headers, ping: Ping) -> Usage | None:
+async def _compute(session: ServerSession, claim: Claim, end: int, headers: Headers, ping: Ping) -> RequestUsage | None:
     """Have the server compute the first `end` tokens; None if it refuses."""
     body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
     headers = {"content-type": "application/json", **headers}

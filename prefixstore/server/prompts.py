@@ -37,7 +37,7 @@ __all__ = [
     "aside",
     "parse",
     "pinned",
-    "tokens_of",
+    "tokens_of_request",
     "unknown_field",
 ]
 
@@ -329,7 +329,7 @@ def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) 
 # -- tokens, as the server itself makes them --------------------------------------------------------------------------
 
 
-async def tokens_of(ask: Ask, upstream: Upstream, headers: Headers, marker: str | None) -> Tokens | None:
+async def tokens_of_request(ask: Ask, upstream: Upstream, headers: Headers, marker: str | None) -> Tokens | None:
     """The tokens that the server will use; None if it refuses, as it will then refuse the request itself.
 
     Those before the first image, and then a number that stands for the rest. `headers` are what the client has sent to

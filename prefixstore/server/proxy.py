@@ -25,9 +25,9 @@ from prefixstore.server.prompts import (
     aside,
     parse,
     pinned,
-    tokens_of,
+    tokens_of_request,
 )
-from prefixstore.server.rates import AnswerTail, Usage
+from prefixstore.server.rates import AnswerTail, RequestUsage
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
@@ -299,7 +299,7 @@ class Proxy:
     async def _tokens(self, exchange: Exchange, ask: Ask) -> Tokens | None:
         credentials = self._upstream.credentials(exchange.headers)
         with contextlib.suppress(UpstreamTimeoutError):
-            return await tokens_of(ask, self._upstream, credentials, self._session.marker)
+            return await tokens_of_request(ask, self._upstream, credentials, self._session.marker)
         return None
 
     async def _in_slot(
@@ -347,8 +347,8 @@ class Proxy:
             headers["origin"] = exchange.headers["origin"]
         await compute_ahead(self._session, manager, claim, headers, ping)
 
-    def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
-        usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)
+    def _observe(self, path: str, claim: Claim, usage: RequestUsage | None) -> None:
+        usage = usage or RequestUsage(claim.n_restored, len(claim.tokens) - claim.n_restored)
         cached = usage.cached_tokens
         restored = min(claim.n_restored, cached)
         source = "store" if restored else "live" if cached else "none"

@@ -38,7 +38,7 @@ from prefixstore.server.listener import bound, stopped_by_signals
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["create_app", "run"]
+__all__ = ["create_app", "run_python_server"]
 
 S = TypeVar("S", ServerSettings, ModelSettings)
 
@@ -182,7 +182,9 @@ def _close(proxy: StoreProxy) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def run(location: Locations, options: Sequence[str], *, config: Config | None = None, **store_options: Any) -> int:
+def run_python_server(
+    location: Locations, options: Sequence[str], *, config: Config | None = None, **store_options: Any
+) -> int:
     """Serve until a signal ends it, as ``prefixstore serve --model`` does.
 
     Parameters

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-__all__ = ["AnswerTail", "Rates", "Usage"]
+__all__ = ["AnswerTail", "Rates", "RequestUsage"]
 
 WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
@@ -103,7 +103,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Usage:
+class RequestUsage:
     """Tokens and time of a request, as the server reports them.
 
     Of the prompt, `cached_tokens` were in the slot, and computing the others took so many seconds; None if the answer
@@ -115,7 +115,7 @@ class Usage:
     generated_tokens: int = 0
     computed_seconds: float | None = None
 
-    def after(self, n_ahead: int) -> Usage:
+    def after(self, n_ahead: int) -> RequestUsage:
         """The same, with tokens that were computed ahead of the request, and are cached ones for it."""
         return replace(
             self,
@@ -135,14 +135,14 @@ class AnswerTail:
         """The next bytes."""
         self._tail = (self._tail + chunk)[-KEPT:]
 
-    def usage(self) -> Usage | None:
+    def usage(self) -> RequestUsage | None:
         """What the server reports; None if it reports nothing, as before the end of a stream."""
         found = TIMINGS.findall(self._tail)
         if found:
             timings = _numbers(found[-1])
             if b"cache_n" in timings and b"prompt_n" in timings:
                 milliseconds = timings.get(b"prompt_ms")
-                return Usage(
+                return RequestUsage(
                     int(timings[b"cache_n"]),
                     int(timings[b"prompt_n"]),
                     int(timings.get(b"predicted_n", 0)),
@@ -150,7 +150,7 @@ class AnswerTail:
                 )
         fields = _numbers(self._tail)
         if b"cache_read_input_tokens" in fields and b"input_tokens" in fields:
-            return Usage(
+            return RequestUsage(
                 int(fields[b"cache_read_input_tokens"]),
                 int(fields[b"input_tokens"]),
                 int(fields.get(b"output_tokens", 0)),
@@ -160,7 +160,7 @@ class AnswerTail:
             return None
         cached = int(fields[b"cached_tokens"])
         generated = fields.get(b"completion_tokens", fields.get(b"output_tokens", 0))
-        return Usage(cached, int(total) - cached, int(generated))
+        return RequestUsage(cached, int(total) - cached, int(generated))
 
 
 def _numbers(text: bytes) -> dict[bytes, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["RefusedError", "kind_of"]
+__all__ = ["RefusedError", "error_kind"]
 
 # as llama-server names them
 KINDS = {
@@ -23,6 +23,6 @@ class RefusedError(Exception):
         self.status = status
 
 
-def kind_of(status: int) -> str:
+def error_kind(status: int) -> str:
     """The kind of an error with this status."""
     return KINDS.get(status, "invalid_request_error")

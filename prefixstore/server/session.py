@@ -25,7 +25,7 @@ from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations, locations_of
 from prefixstore.server.client import LlamaServer, Props, props_of
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.rates import Rates, Usage
+from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slots import SlotStore
@@ -301,14 +301,14 @@ class ServerSession:
             self._reopening = asyncio.create_task(self._open_again())
         return self.is_ready
 
-    def computed(self, usage: Usage) -> None:
+    def computed(self, usage: RequestUsage) -> None:
         """Note how fast the server has computed."""
         if usage.computed_seconds is not None:
             self.rates.computed(usage.computed_tokens, usage.computed_seconds)
             if self.store is not None:
                 self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
-    def note(self, usage: Usage | None, claim: Claim, *, is_counted: bool) -> None:
+    def note(self, usage: RequestUsage | None, claim: Claim, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
         if usage is not None and self.store is not None:
             counters, found = self.store.counters, self.store.namespace(claim.owner)

@@ -39,7 +39,7 @@ from prefixstore.format.keys import Tokens
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["Restored", "SlotBuffer", "SlotCopy", "SlotDirectory", "Stored", "wrong_directory"]
+__all__ = ["Restored", "SavedSlot", "SlotBuffer", "SlotCopy", "SlotDirectory", "wrong_directory"]
 
 log = logging.getLogger("prefixstore")
 
@@ -67,7 +67,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Stored:
+class SavedSlot:
     """What was stored of a slot that holds these tokens: pages that were not stored before, and bytes of their states.
 
     `seconds` is all that it took; the pages are written after that. `reason` is why nothing was stored, or not all:
@@ -93,7 +93,7 @@ class SlotCopy:
     tokens: Tokens
     n_bytes: int
     has_media: bool
-    store: Callable[[], Stored]
+    store: Callable[[], SavedSlot]
 
 
 class SlotBuffer:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.rates import Usage
+from prefixstore.server.rates import RequestUsage
 from prefixstore.server.slot_files import Restored, SlotCopy
 from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolFullError, PoolSlot, Rows, SlotPool
 
@@ -314,7 +314,7 @@ class SlotManager:
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
-    def release(self, claim: Claim, usage: Usage | None, *, began: bool) -> None:
+    def release(self, claim: Claim, usage: RequestUsage | None, *, began: bool) -> None:
         """Give the slot of a request back.
 
         `usage` is what the answer says about the work, None if it did not come to its end. `began` is whether the

@@ -27,7 +27,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.find_process import running_process
 from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored, wrong_directory
+from prefixstore.server.slot_files import Restored, SavedSlot, SlotBuffer, SlotCopy, SlotDirectory, wrong_directory
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
 
@@ -316,7 +316,7 @@ class SlotStore:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, slot: int, *, salt: str | None = None, expected: TokenSequence | None = None) -> Stored:
+    def save(self, slot: int, *, salt: str | None = None, expected: TokenSequence | None = None) -> SavedSlot:
         """Store what a slot holds and the store lacks. The slot keeps it.
 
         Parameters
@@ -345,7 +345,7 @@ class SlotStore:
         started = time.perf_counter()
         self._check_slot(slot)
         if self.layout is None:
-            return SlotCopy(NO_TOKENS, 0, False, lambda: Stored(NO_TOKENS, reason=self.reason))
+            return SlotCopy(NO_TOKENS, 0, False, lambda: SavedSlot(NO_TOKENS, reason=self.reason))
         self.identity.check(self.server)
         file = self.directory.saved(self.server, slot, whole=self.layout.shape is None)
         reason = None
@@ -363,7 +363,7 @@ class SlotStore:
         work = partial(self._stored, file, salt, reason, time.perf_counter() - started)
         return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 
-    def _stored(self, file: SlotFile, salt: str | None, reason: str | None, copying: float) -> Stored:
+    def _stored(self, file: SlotFile, salt: str | None, reason: str | None, copying: float) -> SavedSlot:
         """Store what the store lacks of a slot's file, which took so many seconds to copy."""
         started = time.perf_counter()
         done = self._captured(file, salt) if reason is None else Captured(reason=reason)
@@ -371,7 +371,7 @@ class SlotStore:
         self.counters.time("capture", seconds)
         if done.reason not in (None, "short", "empty", "media"):
             self.counters.count(f"dropped:{done.reason}")
-        return Stored(file.tokens, done.n, done.n_bytes, seconds, done.reason)
+        return SavedSlot(file.tokens, done.n, done.n_bytes, seconds, done.reason)
 
     def _captured(self, file: SlotFile, salt: str | None) -> Captured:
         way, n = self.ways[-1], len(file.tokens)

@@ -20,12 +20,12 @@ from prefixstore.server.refusals import RefusedError
 
 __all__ = [
     "ASK_SECONDS",
-    "Answer",
     "Headers",
     "Reply",
     "Upstream",
     "UpstreamError",
     "UpstreamLostError",
+    "UpstreamResponse",
     "UpstreamTimeoutError",
     "end_to_end",
 ]
@@ -85,7 +85,7 @@ class Reply:
         return json.loads(self.content)
 
 
-class Answer:
+class UpstreamResponse:
     """A response of which only the head has been read; it must be closed."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -152,7 +152,7 @@ class Upstream:
 
     async def send(
         self, method: str, target: bytes, headers: Headers, content: bytes | None, *, timeout: float | None = None
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """Send a request; the response is not read yet, and must be closed.
 
         With a `timeout`, all of the answer must have come after so many seconds.
@@ -172,7 +172,7 @@ class Upstream:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS, sock_read=silent)
         with _translated():
             url = URL(self.url + target.decode("ascii"), encoded=True)
-            return Answer(
+            return UpstreamResponse(
                 await self._session.request(method, url, headers=kept, data=data, allow_redirects=False, timeout=limit)
             )
 

@@ -25,7 +25,7 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 from prefixstore.testing.together import PATIENCE, in_child, together
 
-__all__ = ["KEYS", "BackendContract", "Rows", "bytes_of", "read", "update", "write"]
+__all__ = ["KEYS", "BackendContract", "Rows", "bytes_of", "read_rows", "update", "write_rows"]
 
 # by key: the value of a row, and its payload if it has one
 Rows: TypeAlias = "dict[bytes, tuple[bytes, bytes | None]]"
@@ -63,7 +63,7 @@ def _pairs(view: View, keys: list[bytes]) -> list[tuple[bytes, bytes | None] | N
     return list(map(_copied, view.payloads(keys)))
 
 
-def read(backend: Backend) -> Rows:
+def read_rows(backend: Backend) -> Rows:
     """All that is stored."""
     with backend.view() as view:
         [rows] = view.ranges([ALL])
@@ -82,7 +82,7 @@ def update(backend: Backend, work: Callable[[Update], object]) -> None:
             assert time.monotonic() < until, "conflicts never end"
 
 
-def write(backend: Backend, rows: Mapping[bytes, tuple[bytes | None, Buffer | None]]) -> None:
+def write_rows(backend: Backend, rows: Mapping[bytes, tuple[bytes | None, Buffer | None]]) -> None:
     """Write rows, or delete those without a value."""
 
     def work(draft: Update) -> None:
@@ -164,14 +164,14 @@ class BackendContract:
         keys = sorted(rows)
         ends = [Range(keys[1], keys[-1], limit, reverse=reverse) for limit in (7, None) for reverse in (False, True)]
         with self.opened(tmp_path) as backend:
-            write(backend, rows)
+            write_rows(backend, rows)
             with backend.view() as view:
                 assert view.get([*keys, *(key[:-1] for key in keys)]) == [key[:9] for key in keys] + [None] * len(keys)
                 assert _pairs(view, list(rows)) == list(rows.values())
                 for one, found in zip(ends, view.ranges(ends), strict=True):
                     assert [row.key for row in found] == _expected(keys, one)
-            write(backend, dict.fromkeys(keys[10:-10], (None, None)))
-            assert list(read(backend)) == keys[:10] + keys[-10:]
+            write_rows(backend, dict.fromkeys(keys[10:-10], (None, None)))
+            assert list(read_rows(backend)) == keys[:10] + keys[-10:]
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class BackendContract:
                 if rows == before:
                     with backend.view() as view:
                         assert view.used == used
-                    together(lambda: write(backend, {b"none": (None, None)}))
+                    together(lambda: write_rows(backend, {b"none": (None, None)}))
 
     def _read_and_change(self, draft: Update, rows: Rows, memory: list[bytearray], chance: random.Random) -> None:
         """Read payloads, which what is written meanwhile does not change."""
@@ -220,18 +220,18 @@ class BackendContract:
 
     def test_a_view_neither_waits_for_an_update_nor_sees_it_before_it_closes(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            write(backend, {b"a": (b"1", b"old"), b"b": (b"1", None)})
-            before = read(backend)
+            write_rows(backend, {b"a": (b"1", b"old"), b"b": (b"1", None)})
+            before = read_rows(backend)
             seen: list[Rows] = []
             with backend.update() as draft:
                 draft.delete(b"b")
                 draft.put(b"a", b"2", bytes_of(1, MIB))
-                together(lambda: seen.append(read(backend)))
+                together(lambda: seen.append(read_rows(backend)))
                 assert draft.used >= 0
                 draft.put(b"c", b"2")
-                together(lambda: seen.append(read(backend)))
+                together(lambda: seen.append(read_rows(backend)))
             assert seen == [before, before]
-            assert read(backend) == {b"a": (b"2", bytes_of(1, MIB)), b"c": (b"2", None)}
+            assert read_rows(backend) == {b"a": (b"2", bytes_of(1, MIB)), b"c": (b"2", None)}
 
     def test_an_update_is_visible_as_a_whole_and_payloads_belong_to_their_values(self, tmp_path: Path) -> None:
         """One call never sees a part of an update, and a later call never less."""
@@ -246,7 +246,9 @@ class BackendContract:
                         payloads = [
                             (value or b"") * (3 * MIB if i == turn % 7 == 0 else turn) for i in range(len(keys))
                         ]
-                        write(backend, {key: (value, payload) for key, payload in zip(keys, payloads, strict=True)})
+                        write_rows(
+                            backend, {key: (value, payload) for key, payload in zip(keys, payloads, strict=True)}
+                        )
                 finally:
                     done.set()
 
@@ -265,7 +267,7 @@ class BackendContract:
                                     newest = number
                             for value, payload in filter(None, view.payloads(keys)):
                                 assert bytes(payload or b"") in (value * int(value), value * 3 * MIB)
-                assert read(backend) == {}
+                assert read_rows(backend) == {}
 
             together(keep_writing, keep_reading, keep_reading)
 
@@ -290,7 +292,7 @@ class BackendContract:
         together(*[lambda backend=backend: count(backend) for backend in backends])
         total = b"%d" % (rounds * len(backends))
         for backend in backends:
-            assert read(backend) == {b"a": (total, None), b"b": (total, None)}
+            assert read_rows(backend) == {b"a": (total, None), b"b": (total, None)}
 
     # -- views --------------------------------------------------------------------------------------------------------
 
@@ -302,20 +304,20 @@ class BackendContract:
     def _overwrite(self, reader: Backend, writer: Backend) -> None:
         """Have a writer delete and replace payloads that a reader holds."""
         payloads = {b"k%d" % i: bytes_of(i, size) for i, size in enumerate([300_000, 100, 2 * MIB])}
-        write(writer, {key: (b"", payload) for key, payload in payloads.items()})
+        write_rows(writer, {key: (b"", payload) for key, payload in payloads.items()})
         with reader.view() as view:
             held: list[Buffer | None] = []
             together(lambda: held.extend(pair and pair[1] for pair in view.payloads(list(payloads))))
 
             def overwrite() -> None:
-                write(writer, {b"k0": (None, None), b"k1": (b"", b"other"), b"k2": (None, None)})
+                write_rows(writer, {b"k0": (None, None), b"k1": (b"", b"other"), b"k2": (None, None)})
                 writer.reclaim()
                 for i in range(10):
-                    write(writer, {b"n%d" % i: (b"", bytes(300_000))})
+                    write_rows(writer, {b"n%d" % i: (b"", bytes(300_000))})
 
             together(overwrite)
             assert [bytes(payload or b"") for payload in held] == list(payloads.values())
-        assert set(read(reader)) == {b"k1"} | {b"n%d" % i for i in range(10)}
+        assert set(read_rows(reader)) == {b"k1"} | {b"n%d" % i for i in range(10)}
 
     # -- space --------------------------------------------------------------------------------------------------------
 
@@ -357,29 +359,29 @@ class BackendContract:
                 n_bytes = sum(size or 0 for _, size in stored.values())
                 cost = sum(costs.of(key, *one) for key, one in stored.items())
                 assert n_bytes - SLACK <= before - empty <= cost + SLACK
-            write(backend, dict.fromkeys(keys, (None, None)))
+            write_rows(backend, dict.fromkeys(keys, (None, None)))
             with backend.view() as view:
                 assert view.used - empty <= SLACK
 
     def test_upkeep_changes_nothing_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            write(backend, {b"k%d" % i: (b"%d" % i, bytes_of(i, 100_000 * i)) for i in range(6)})
-            write(backend, {b"k%d" % i: (None, None) for i in (1, 3, 5)})
-            before = read(backend)
+            write_rows(backend, {b"k%d" % i: (b"%d" % i, bytes_of(i, 100_000 * i)) for i in range(6)})
+            write_rows(backend, {b"k%d" % i: (None, None) for i in (1, 3, 5)})
+            before = read_rows(backend)
             for work in (backend.sync, backend.reclaim, backend.check, backend.sync):
                 work()
-                assert read(backend) == before
+                assert read_rows(backend) == before
             for erase in (False, True):
                 assert backend.compact(erase=erase) >= 0
-                assert read(backend) == before
-            write(backend, {b"k0": (b"new", None)})
-            assert read(backend) == before | {b"k0": (b"new", b"")}
+                assert read_rows(backend) == before
+            write_rows(backend, {b"k0": (b"new", None)})
+            assert read_rows(backend) == before | {b"k0": (b"new", b"")}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def test_a_closed_backend_says_so_and_may_be_closed_again(self, tmp_path: Path) -> None:
         backend = self.open_backend(tmp_path)
-        write(backend, {b"k": (b"v", b"payload")})
+        write_rows(backend, {b"k": (b"v", b"payload")})
         location = backend.location
         assert ":" in location
         backend.close()
@@ -400,15 +402,15 @@ class BackendContract:
                 turn = 0
                 while not done.is_set():
                     turn += 1
-                    write(backend, {key: (b"%d" % turn, bytes_of(turn, 500)) for key in keys})
+                    write_rows(backend, {key: (b"%d" % turn, bytes_of(turn, 500)) for key in keys})
                     backend.sync()
 
             def child() -> bool:
                 backend.after_fork()
                 with backend.view() as view:
                     is_whole = len(set(view.get(keys)) - {None}) == 1
-                write(backend, {b"child": (b"", b"payload")})
-                wrote = read(backend)[b"child"] == (b"", b"payload")
+                write_rows(backend, {b"child": (b"", b"payload")})
+                wrote = read_rows(backend)[b"child"] == (b"", b"payload")
                 backend.close()
                 return is_whole and wrote
 
@@ -416,11 +418,11 @@ class BackendContract:
                 try:
                     for _ in range(5):
                         answers.append(in_child(child))
-                        assert (b"child" in read(backend)) == self.is_persistent
-                        write(backend, {b"child": (None, None)})
+                        assert (b"child" in read_rows(backend)) == self.is_persistent
+                        write_rows(backend, {b"child": (None, None)})
                 finally:
                     done.set()
 
-            write(backend, {key: (b"0", bytes_of(0, 500)) for key in keys})
+            write_rows(backend, {key: (b"0", bytes_of(0, 500)) for key in keys})
             together(keep_writing, fork)
             assert answers == [True] * 5

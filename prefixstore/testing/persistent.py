@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from prefixstore.backends.contract import Backend, Update
-from prefixstore.testing.contract import KEYS, BackendContract, Rows, bytes_of, read, update, write
+from prefixstore.testing.contract import KEYS, BackendContract, Rows, bytes_of, read_rows, update, write_rows
 from prefixstore.testing.together import fork_child
 
 __all__ = ["PersistentBackendContract"]
@@ -46,15 +46,15 @@ class PersistentBackendContract(BackendContract):
 
     def test_committed_rows_are_there_after_reopening(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            write(backend, {key: (key, bytes_of(i, 5000 * i) if i % 2 else None) for i, key in enumerate(KEYS)})
-            write(backend, {KEYS[1]: (None, None), KEYS[3]: (b"new", None)})
+            write_rows(backend, {key: (key, bytes_of(i, 5000 * i) if i % 2 else None) for i, key in enumerate(KEYS)})
+            write_rows(backend, {KEYS[1]: (None, None), KEYS[3]: (b"new", None)})
             backend.sync()
-            before = read(backend)
+            before = read_rows(backend)
             with backend.view() as view:
                 used = view.used
         for _ in range(2):
             with closing(self.reopen(tmp_path)) as backend:
-                assert read(backend) == before
+                assert read_rows(backend) == before
                 with backend.view() as view:
                     assert view.used == used
 
@@ -67,15 +67,15 @@ class PersistentBackendContract(BackendContract):
                     writer, reader = (one, two) if turn % 2 else (two, one)
                     key = b"k%d" % (turn % 4)
                     rows[key] = (b"%d" % turn, bytes_of(turn, 1000 * turn))
-                    write(writer, {key: rows[key], b"gone": (b"", b"x" * turn)})
-                    write(reader, {b"gone": (None, None)})
-                    assert read(one) == read(two) == rows
+                    write_rows(writer, {key: rows[key], b"gone": (b"", b"x" * turn)})
+                    write_rows(reader, {b"gone": (None, None)})
+                    assert read_rows(one) == read_rows(two) == rows
                     with one.view() as mine, two.view() as theirs:
                         assert mine.used == theirs.used
-            write(one, {b"k0": (None, None)})
+            write_rows(one, {b"k0": (None, None)})
             del rows[b"k0"]
             with closing(self.reopen(tmp_path)) as three:
-                assert read(three) == read(one) == rows
+                assert read_rows(three) == read_rows(one) == rows
 
     def test_updates_of_two_backends_lose_no_increment(self, tmp_path: Path) -> None:
         with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
@@ -111,7 +111,7 @@ class PersistentBackendContract(BackendContract):
                 turn = int(([*lines] or [turn])[-1])
             with closing(self.reopen(tmp_path)) as backend:
                 backend.check()
-                rows = read(backend)
+                rows = read_rows(backend)
                 found = int(rows[keys[0]][0])
                 assert turn <= found <= turn + 1, "what was committed is lost"
                 expected = dict.fromkeys(keys, (b"%d" % found, b"%d" % found * 2000))
@@ -119,5 +119,5 @@ class PersistentBackendContract(BackendContract):
                     expected[b"n" + value] = value, value * 50_000
                 assert rows == expected, "a part of an update is there, or is not"
                 turn = found
-                write(backend, {b"parent": (b"", None)})
-                write(backend, {b"parent": (None, None)})
+                write_rows(backend, {b"parent": (b"", None)})
+                write_rows(backend, {b"parent": (None, None)})

@@ -18,7 +18,7 @@ from prefixstore.format.keys import TOKEN_BYTES, Tokens, TokenSequence, as_token
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Problem", "Prompt", "PromptLike", "PromptTrie", "encode", "read", "tokenized"]
+__all__ = ["Problem", "Prompt", "PromptLike", "PromptTrie", "read_prompts", "tokenized", "tokens_of_prompt"]
 
 LINES = (".jsonl", ".ndjson")
 KINDS = ("prompt", "messages", "tokens")
@@ -51,13 +51,13 @@ class Problem:
 
 
 PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt | Problem
-"""Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or a result of `read`."""
+"""Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or a result of `read_prompts`."""
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
+def read_prompts(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
     """Read the prompts in files, lazily, one line or file at a time.
 
     Files are JSONL if they are named ``.jsonl`` or ``.ndjson``; any other file is one prompt of text. Sources may also
@@ -141,7 +141,7 @@ def tokenized(
             problems.append(prompt)
             continue
         try:
-            tokens = encode(llm, prompt.content, generation_prompt=generation_prompt)
+            tokens = tokens_of_prompt(llm, prompt.content, generation_prompt=generation_prompt)
         except InvalidParameterError as error:
             problems.append(Problem(prompt.where, str(error)))
             continue
@@ -174,14 +174,14 @@ def _too_long(llm: Llama, n_tokens: int, trained: int | None) -> str | None:
 def _flat(prompts: Iterable[PromptLike]) -> Iterator[Prompt | Problem]:
     for number, prompt in enumerate(prompts, 1):
         if isinstance(prompt, Path):
-            yield from read([prompt])
+            yield from read_prompts([prompt])
         elif isinstance(prompt, (Prompt, Problem)):
             yield prompt
         else:
             yield Prompt(f"prompt {number}", prompt)
 
 
-def encode(
+def tokens_of_prompt(
     llm: Llama,
     content: str | TokenSequence | Mapping[str, Any],
     *,

@@ -11,7 +11,7 @@ import pytest
 from prefixstore.backends.contract import Draft, Row
 from prefixstore.backends.keys import HEADER
 from prefixstore.engine.pages import open_pages
-from prefixstore.engine.siblings import Child, first_node, node_below
+from prefixstore.engine.siblings import ChildRow, first_node, node_below
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import PAGE, as_tokens
 from prefixstore.maintenance.archive import Archive
@@ -54,7 +54,7 @@ def chain(draft: Draft, row: Row, rng: random.Random) -> None:
     """Child rows that lead from one node to the next, and to nothing."""
     key = first_node(rng.choice((NS, row.key[1:])), PAGE) + rng.randbytes(8)
     for _ in range(rng.choice((1, 3, 200))):
-        draft.put(key, Child(None, has_more=True).pack())
+        draft.put(key, ChildRow(None, has_more=True).pack())
         key = node_below(key) + rng.randbytes(8)
 
 

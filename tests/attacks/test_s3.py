@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from prefixstore.backends.objects import client as client_module
-from prefixstore.backends.objects.client import Address
+from prefixstore.backends.objects.client import Bucket
 from prefixstore.backends.objects.store import STORE
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
@@ -95,7 +95,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         proxy.decide = lambda *_: HANG
         # as opened with a short timeout, which holds only while the server hangs
         client, usual = store.backend.rows._client, store.backend.rows._client._address
-        client._address = Address.parse(f"{url}&timeout=1")
+        client._address = Bucket.parse(f"{url}&timeout=1")
         client._store = client._connect()
         started = time.monotonic()
         with pytest.raises(UnavailableError, match="no answer"):

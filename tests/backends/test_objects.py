@@ -12,7 +12,7 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects import store as store_module
-from prefixstore.backends.objects.client import Address, Client
+from prefixstore.backends.objects.client import Bucket, Client
 from prefixstore.backends.objects.rows import Stored, key_in, name_of, new_payload, payload_name
 from prefixstore.backends.objects.store import STORE
 from prefixstore.engine.pages import open_pages
@@ -131,7 +131,7 @@ def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
         "s3://b_1?endpoint=https://s3.example.com/path",
         "az://$web/a?account=name1",
     ):
-        assert Address.parse(url).shown == url
+        assert Bucket.parse(url).shown == url
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
 )
 def test_what_is_not_ours_or_damaged_is_refused_and_untouched(new_prefix, head, says):
     url = new_prefix()
-    client = Client(Address.parse(url))
+    client = Client(Bucket.parse(url))
     client.put(STORE, head)
     assert says in refusal(url)
     assert bytes(client.get(STORE)[0]) == head

@@ -9,7 +9,7 @@ import pytest
 from prefixstore.backends.objects.read_ahead import (
     AT_ONCE,
     HELD_BYTES,
-    Window,
+    ReadWindow,
     ahead,
 )
 from prefixstore.errors import CorruptError, UnavailableError
@@ -37,13 +37,13 @@ def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held():
         found.extend(ahead([HELD_BYTES // 4] * 50, read, wide()))
     assert found == [-n for n in range(30)]
     assert max(most) <= 4
-    assert list(ahead([], read, Window())) == []
-    assert list(ahead([10**12], read, Window())) == [0]
+    assert list(ahead([], read, ReadWindow())) == []
+    assert list(ahead([10**12], read, ReadWindow())) == [0]
 
 
 def wide():
     """A window as large as may be held."""
-    window = Window()
+    window = ReadWindow()
     window.received(HELD_BYTES, HELD_BYTES / 1e12)
     assert window.bytes == HELD_BYTES
     return window
@@ -84,7 +84,7 @@ class Link:
     def __init__(self, rate, latency=0.0, each=float("inf")):
         self.rate, self.latency, self.each = rate, latency, each
         self.clock = Clock()
-        self.window = Window(self.clock)
+        self.window = ReadWindow(self.clock)
 
     def restore(self, sizes):
         """When each of these payloads has come, asked for as `ahead` does."""

@@ -108,10 +108,10 @@ def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_when_it_is_opened(tmp
         message = refusal(url, read_only=True)
         assert message.startswith("IncompatibleError: ")
         assert f'prefixstore migrate "{url}"' in message
-        assert migrate.check(url) == migrate.Status(OLD, LATER)
+        assert migrate.check_schema(url) == migrate.Status(OLD, LATER)
         with opened(url) as backend:
             holds(backend, rows)
-        assert migrate.check(url).is_current
+        assert migrate.check_schema(url).is_current
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new
         assert message.startswith("IncompatibleError: ")
         assert f"schema {OLD}" in message
         command = message[message.index("prefixstore migrate") :].split('"')[1]
-        assert migrate.check(url).revision == OLD
+        assert migrate.check_schema(url).revision == OLD
         # the URL in the message is one that can be used
         assert migrate.upgrade(command).revision == OLD
         with opened(url) as backend:
@@ -140,7 +140,7 @@ def test_a_newer_schema_is_refused_and_untouched(empty_url):
         message = use(empty_url)
         assert message.startswith("IncompatibleError: ")
         assert f"schema 9999, this prefixstore knows up to {HEAD}" in message
-    for use in (migrate.check, migrate.upgrade):
+    for use in (migrate.check_schema, migrate.upgrade):
         with pytest.raises(IncompatibleError, match="9999"):
             use(empty_url)
 
@@ -164,7 +164,7 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         message = refusal(url, **options)
         assert message.startswith("LocationError: ")
         assert "prefixstore migrate" in message
-    assert migrate.check(url) == migrate.Status(None, HEAD)
+    assert migrate.check_schema(url) == migrate.Status(None, HEAD)
     engine = create_engine(url)
     with engine.connect() as connection:
         assert inspect(connection).get_table_names() == []

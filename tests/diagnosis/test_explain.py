@@ -56,7 +56,7 @@ def read(found):
 
 
 def tokens_of(llm, content):
-    from prefixstore.diagnosis.explain import tokens_of as encoded
+    from prefixstore.diagnosis.explain import tokens_to_explain as encoded
 
     return encoded(llm, content, generation_prompt=True).tolist()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import bookmarks as module
-from prefixstore.engine.bookmarks import Bookmark, parse
+from prefixstore.engine.bookmarks import Bookmark, bookmarks_in
 from prefixstore.engine.delete import Choice, subtree
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.errors import CorruptError
@@ -156,4 +156,4 @@ def test_damaged_bytes_are_refused(mark, data):
         # the next one could not be written
         with pytest.raises(CorruptError):
             Bookmark.unpack(replace(mark, **grown).pack())
-    assert parse(pack_state({"bad": packed[:n], "good": packed})) == {"good": mark}
+    assert bookmarks_in(pack_state({"bad": packed[:n], "good": packed})) == {"good": mark}

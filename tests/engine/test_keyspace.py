@@ -11,7 +11,7 @@ from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.keyspace import CHILD
-from prefixstore.engine.siblings import Child, child_path, first_node
+from prefixstore.engine.siblings import ChildRow, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
 from tests.support.pages import NAMESPACE, make_page
@@ -173,7 +173,7 @@ def test_among_thousands_of_siblings_a_few_rows_lead_to_the_nearest(backend, n_s
 @pytest.mark.parametrize("n_tokens", [1, 100, 250])
 @pytest.mark.parametrize("value", [b"", b"\0", b"\0short", b"\2" + bytes(32), b"\0" + bytes(32) + b"long", bytes(65)])
 def test_a_damaged_row_is_none_and_is_replaced_by_the_next_page(backend, value, n_tokens):
-    assert Child.unpack(value) is None
+    assert ChildRow.unpack(value) is None
     gone, new, other = record_of([5] * n_tokens), record_of([5] * n_tokens + [1]), record_of([6])
     with backend.update() as draft:
         add(draft, gone, other)
@@ -198,7 +198,7 @@ def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend
     for stale in (bytes(32), elsewhere.key):
         with backend.update() as draft:
             add(draft, elsewhere)
-            draft.put(path_of(new)[0], Child(stale).pack())
+            draft.put(path_of(new)[0], ChildRow(stale).pack())
             assert not is_child(draft, new)
             assert not siblings.remove_child(draft, new.key, path_of(new))
             add(draft, new)

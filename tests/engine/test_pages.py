@@ -13,7 +13,7 @@ from prefixstore.engine.invariants import flaws, violations
 from prefixstore.engine.keyspace import CHILD, RECORD
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.siblings import Child
+from prefixstore.engine.siblings import ChildRow
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import Usage
 from tests.support.pages import NAMESPACE, make_page
@@ -108,7 +108,7 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             write_rows(backend, (row.key, None))
             write_rows(backend, (keyspace.USAGE + row.key[1:], None))
         for row in child_rows:
-            if Child.unpack(row.value).page is not None:
+            if ChildRow.unpack(row.value).page is not None:
                 write_rows(backend, (row.key, None))
         with backend.view() as view:
             assert view.followed([space().key])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
 from prefixstore.format.autocodec import Encoder, encode
-from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify
+from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify_payload
 from prefixstore.format.record import Record, checksum
 
 NS = b"n" * 32
@@ -93,7 +93,7 @@ def test_a_page_is_decoded_into_the_given_memory_and_lent_buffers_are_returned()
         number, stored = encode(raw, name)
         record = record_of(stored, len(raw), number)
         out = bytearray(len(raw) + 8)
-        decode_into(record, verify(record, stored), memoryview(out)[4:-4], buffers)
+        decode_into(record, verify_payload(record, stored), memoryview(out)[4:-4], buffers)
         assert out == bytes(4) + raw + bytes(4)
         assert buffers.in_use == 0
 
@@ -126,7 +126,7 @@ def test_a_damaged_page_with_a_new_checksum_writes_nothing_outside_its_memory(na
     record, buffers = record_of(stored, len(raw), CODECS[name]), BufferPool(1 << 20)
     out = bytearray(b"?" * (len(raw) + 64))
     with suppress(CorruptError):
-        decode_into(record, verify(record, stored), memoryview(out)[32:-32], buffers)
+        decode_into(record, verify_payload(record, stored), memoryview(out)[32:-32], buffers)
     assert out[:32] == out[-32:] == b"?" * 32
     assert buffers.in_use == 0
 

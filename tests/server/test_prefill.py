@@ -12,7 +12,7 @@ import pytest
 
 from prefixstore.server import prefill
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
-from prefixstore.server.rates import Rates, Usage
+from prefixstore.server.rates import Rates, RequestUsage
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve
@@ -51,9 +51,9 @@ def test_stops_take_at_most_three_percent_of_computing_a_prompt(
 
 
 def test_what_was_computed_ahead_of_a_request_was_not_cached():
-    assert Usage(1408, 1, 16).after(1408) == Usage(0, 1409, 16)
-    assert Usage(1408, 1, 16).after(174) == Usage(1234, 175, 16)
-    assert Usage(0, 1409, 16).after(1300) == Usage(0, 2709, 16), "the slot was emptied in between"
+    assert RequestUsage(1408, 1, 16).after(1408) == RequestUsage(0, 1409, 16)
+    assert RequestUsage(1408, 1, 16).after(174) == RequestUsage(1234, 175, 16)
+    assert RequestUsage(0, 1409, 16).after(1300) == RequestUsage(0, 2709, 16), "the slot was emptied in between"
 
 
 # -- with a server -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from prefixstore.server.prompts import (
     pinned,
     unknown_field,
 )
-from prefixstore.server.rates import AnswerTail, Rates, Usage
+from prefixstore.server.rates import AnswerTail, Rates, RequestUsage
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
@@ -160,7 +160,7 @@ def test_what_a_model_says_is_not_taken_for_the_words_of_the_server():
     tail = AnswerTail()
     for i in range(0, len(said), 7):
         tail.feed(said[i : i + 7].encode())
-    assert tail.usage() == Usage(1, 2)
+    assert tail.usage() == RequestUsage(1, 2)
     tail = AnswerTail()
     tail.feed(json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}'}).encode())
     assert tail.usage() is None
@@ -321,7 +321,7 @@ def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_s
 
     async def scene(manager: SlotManager) -> bool:
         first = await manager.acquire(P60, None)
-        manager.release(first, Usage(0, 60), began=True)
+        manager.release(first, RequestUsage(0, 60), began=True)
         manager.pool.slots[1 - first.slot.id].tokens = P60[:others]
         manager.start()
         await asyncio.to_thread(store.begun.wait, 60)
@@ -346,7 +346,7 @@ def test_a_save_that_was_begun_and_the_slot_of_a_request_that_is_cut_are_stored_
             # its task has just been cancelled, and takes some steps to end
             loop.call_later(0.05, lambda: manager.release(held, None, began=True))
         else:
-            manager.release(held, Usage(0, 60), began=True)
+            manager.release(held, RequestUsage(0, 60), began=True)
             manager.start()
             await asyncio.to_thread(store.begun.wait, 60)
         loop.call_later(0.05, store.may_end.set)
@@ -369,7 +369,7 @@ def test_a_slot_can_be_had_while_its_copy_would_wait_for_those_of_others():
     async def scene(manager: SlotManager) -> None:
         for i in range(3):
             held = await manager.acquire(tokens(*range(100 * i, 100 * i + 60)), None)
-            manager.release(held, Usage(0, 60), began=True)
+            manager.release(held, RequestUsage(0, 60), began=True)
         manager.start()
         while len(manager.copies) < 2:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
@@ -413,7 +413,7 @@ def test_of_a_slot_that_cannot_be_emptied_nothing_is_used(stuck: tuple[int, ...]
         assert (held.slot.id, held.slot.is_clean, held.must_compute) == (slot, is_emptied, not is_emptied)
         assert erase.asked == [slot]
         assert [one for one in manager.pool.slots if one.is_busy] == [held.slot]
-        manager.release(held, Usage(0, 60), began=True)
+        manager.release(held, RequestUsage(0, 60), began=True)
         assert held.slot.is_dirty is is_emptied
         assert manager.pool.n_busy == 0
 
@@ -462,7 +462,7 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
     erase = Erase(0)
 
     async def scene(manager: SlotManager) -> None:
-        manager.release(await manager.acquire(P60, "ann"), Usage(0, 60), began=True)
+        manager.release(await manager.acquire(P60, "ann"), RequestUsage(0, 60), began=True)
         held = await manager.acquire(P60, "bob")
         assert held.must_compute
         # the server has refused it
@@ -535,7 +535,7 @@ def test_when_the_server_has_ended_nobody_waits_for_its_slots_and_nothing_of_the
         given_back = asyncio.create_task(manager.given_back())
         await asyncio.sleep(0)
         assert not given_back.done()
-        manager.release(held, Usage(0, 60), began=True)
+        manager.release(held, RequestUsage(0, 60), began=True)
         await given_back
         assert manager.pool.next_save() is None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming.prompts import Problem, Prompt, PromptTrie, encode, read, tokenized
+from prefixstore.warming.prompts import Problem, Prompt, PromptTrie, read_prompts, tokenized, tokens_of_prompt
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
@@ -63,13 +63,13 @@ def with_template(llm, monkeypatch, template):
 
 @pytest.mark.parametrize("text", ["The standard library", " leading space", "<|im_start|>user\nhi", "naïve ☺", "\n\n"])
 def test_text_becomes_the_tokens_of_a_completion(llm, evaluated, text):
-    assert encode(llm, text).tolist() == evaluated(lambda: llm.create_completion(text, max_tokens=1))
-    assert encode(llm, {"prompt": text}).tolist() == encode(llm, text).tolist()
+    assert tokens_of_prompt(llm, text).tolist() == evaluated(lambda: llm.create_completion(text, max_tokens=1))
+    assert tokens_of_prompt(llm, {"prompt": text}).tolist() == tokens_of_prompt(llm, text).tolist()
 
 
 def test_a_model_that_needs_a_first_token_gets_it_once(llm, evaluated, monkeypatch):
     monkeypatch.setattr(llm._model, "add_bos_token", lambda: True)
-    tokens = encode(llm, "some text").tolist()
+    tokens = tokens_of_prompt(llm, "some text").tolist()
     assert tokens[0] == llm.token_bos()
     assert tokens == evaluated(lambda: llm.create_completion("some text", max_tokens=1))
 
@@ -90,7 +90,7 @@ def test_a_model_that_needs_a_first_token_gets_it_once(llm, evaluated, monkeypat
 )
 def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
     with pytest.raises(InvalidParameterError, match=message):
-        encode(llm, content)
+        tokens_of_prompt(llm, content)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def said(*turns: str) -> list[dict]:
 @pytest.mark.parametrize("words", ["Hello", "42 is it", "\n\nWell", " and", "☺"])
 def test_messages_end_where_any_next_user_turn_begins(llm, evaluated, words):
     messages = said("You are terse.")
-    tokens = encode(llm, {"messages": messages}).tolist()
+    tokens = tokens_of_prompt(llm, {"messages": messages}).tolist()
     full = evaluated(lambda: llm.create_chat_completion([*messages, {"role": "user", "content": words}], max_tokens=1))
     header = llm.tokenize(
         b"<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user", add_bos=False, special=True
@@ -118,27 +118,32 @@ def test_messages_end_where_any_next_user_turn_begins(llm, evaluated, words):
 def test_messages_can_end_where_the_assistant_answers(llm, evaluated):
     messages = [*said("You are terse."), {"role": "user", "content": "Hello"}]
     wanted = evaluated(lambda: llm.create_chat_completion(messages, max_tokens=1))
-    assert encode(llm, {"messages": messages}, generation_prompt=True).tolist() == wanted
+    assert tokens_of_prompt(llm, {"messages": messages}, generation_prompt=True).tolist() == wanted
     # a line may set it for itself
-    assert encode(llm, {"messages": messages, "generation_prompt": True}).tolist() == wanted
-    assert encode(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist() != wanted
+    assert tokens_of_prompt(llm, {"messages": messages, "generation_prompt": True}).tolist() == wanted
+    assert (
+        tokens_of_prompt(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist()
+        != wanted
+    )
 
 
 def test_where_turns_must_alternate_an_answer_is_inserted_or_the_message_of_the_template_told(llm, monkeypatch):
     with_template(llm, monkeypatch, "alternating")
     question = [{"role": "user", "content": "Hi"}]
-    assert llm.detokenize(encode(llm, {"messages": question}).tolist(), special=True).endswith(b"[INST] Hi [/INST]")
+    assert llm.detokenize(tokens_of_prompt(llm, {"messages": question}).tolist(), special=True).endswith(
+        b"[INST] Hi [/INST]"
+    )
     answered = [*question, {"role": "assistant", "content": "Hello"}]
-    assert b"Hello[INST]" in llm.detokenize(encode(llm, {"messages": answered}).tolist(), special=True)
+    assert b"Hello[INST]" in llm.detokenize(tokens_of_prompt(llm, {"messages": answered}).tolist(), special=True)
     with pytest.raises(InvalidParameterError, match="alternate!"):
-        encode(llm, {"messages": [{"role": "assistant", "content": "a"}]})
+        tokens_of_prompt(llm, {"messages": [{"role": "assistant", "content": "a"}]})
 
 
 @pytest.mark.parametrize("chat_format", ["llama-2", "chatml", "gemma", "chatml-function-calling", "mistral-instruct"])
 def test_registered_formats_work_as_well(llm, evaluated, monkeypatch, chat_format):
     monkeypatch.setattr(llm, "chat_format", chat_format)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    tokens = encode(llm, {"messages": messages}).tolist()
+    tokens = tokens_of_prompt(llm, {"messages": messages}).tolist()
     following = [*messages, {"role": "user", "content": "A clock"}]
     full = evaluated(lambda: llm.create_chat_completion(following, max_tokens=1))
     assert len(tokens) > 5
@@ -162,7 +167,7 @@ def test_lines_are_read_with_their_numbers_and_bad_ones_are_reported(tmp_path):
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a"}\n\n{"tokens": [1]}\nno json\n"text"\n{"prompt": "\xff"}\n{"prompt": "z"}'
     )
-    found = list(read([file]))
+    found = list(read_prompts([file]))
     assert [entry.where for entry in found] == [f"{file}:{line}" for line in (1, 3, 4, 5, 6, 7)]
     assert [type(entry) for entry in found] == [Prompt, Prompt, Problem, Problem, Problem, Prompt]
     assert found[0].content == {"prompt": "a"}
@@ -173,7 +178,7 @@ def test_lines_are_read_with_their_numbers_and_bad_ones_are_reported(tmp_path):
 def test_other_files_are_one_prompt_each(tmp_path):
     (tmp_path / "a.md").write_text("one\ntwo\n")
     (tmp_path / "b.txt").write_bytes(b"good\nbad \xff\n")
-    one, other = read([tmp_path / "a.md", tmp_path / "b.txt"])
+    one, other = read_prompts([tmp_path / "a.md", tmp_path / "b.txt"])
     assert one == Prompt(str(tmp_path / "a.md"), "one\ntwo\n")
     assert str(other) == f"{tmp_path / 'b.txt'}:2: not valid UTF-8"
 
@@ -184,10 +189,12 @@ def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
         (tmp_path / "in" / name).write_text(json.dumps({"prompt": name}) + "\n")
     monkeypatch.chdir(tmp_path)
     names = [str(Path("in") / name) for name in ("a.txt", "b.txt", "deep/c.txt")]
-    assert [entry.where for entry in read(["in"])] == [*names, "in/deep/f.jsonl:1"]
-    assert [entry.where for entry in read(["in/*.txt"])] == names[:2]
-    assert [entry.where for entry in read(["in/**/*.txt"])] == names
-    assert [entry.where for entry in read([str(tmp_path / "in" / "*.txt")])] == [str(tmp_path / n) for n in names[:2]]
+    assert [entry.where for entry in read_prompts(["in"])] == [*names, "in/deep/f.jsonl:1"]
+    assert [entry.where for entry in read_prompts(["in/*.txt"])] == names[:2]
+    assert [entry.where for entry in read_prompts(["in/**/*.txt"])] == names
+    assert [entry.where for entry in read_prompts([str(tmp_path / "in" / "*.txt")])] == [
+        str(tmp_path / n) for n in names[:2]
+    ]
 
 
 # -- together ---------------------------------------------------------------------------------------------------------

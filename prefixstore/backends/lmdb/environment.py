@@ -20,7 +20,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
 from prefixstore.backends.forks import HandleLock, abandon, adding, is_quiet, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
-from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
+from prefixstore.backends.lmdb.errors import lmdb_error, not_opened, prepare_directory
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
@@ -132,7 +132,7 @@ class Environment:
                 with self.begin(write=False) as txn:
                     self._require_format(txn)
             except lmdb.Error as error:
-                raise translate(error, path) from error
+                raise lmdb_error(error, path) from error
             if not read_only:
                 self._checked.drop_note()
             failed.pop_all()
@@ -163,7 +163,7 @@ class Environment:
         try:
             yield
         except lmdb.Error as error:
-            translated = translate(error, self.path)
+            translated = lmdb_error(error, self.path)
             if isinstance(translated, CorruptError):
                 self._checked.forget()
             raise translated from error

@@ -20,13 +20,13 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["not_opened", "prepare_directory", "translate"]
+__all__ = ["lmdb_error", "not_opened", "prepare_directory"]
 
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 
 
-def translate(error: lmdb.Error, path: Path) -> StorageError:
+def lmdb_error(error: lmdb.Error, path: Path) -> StorageError:
     """The prefixstore error for an LMDB error."""
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
         why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
@@ -88,7 +88,7 @@ def not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool) 
     if isinstance(error, lmdb.InvalidParameterError):
         error = lmdb.InvalidError(f"{error}: a page size that no LMDB has")
     if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
-        return translate(error, path)
+        return lmdb_error(error, path)
     return LocationError(f"{path} cannot be opened: {error}; choose another location")
 
 

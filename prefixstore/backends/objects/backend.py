@@ -14,8 +14,8 @@ from operator import itemgetter
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
-from prefixstore.backends.objects.client import Address, Client, Listed
-from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, Window, ahead, at_once
+from prefixstore.backends.objects.client import Bucket, Client, Listed
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ReadWindow, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import GoneError, State, Store
 from prefixstore.errors import StorageError
@@ -36,7 +36,9 @@ class ObjectsView(View):
 
     at_once = SMALL_AT_ONCE
 
-    def __init__(self, store: Store, client: Client, window: Window, state: State, *, is_alone: bool = False) -> None:
+    def __init__(
+        self, store: Store, client: Client, window: ReadWindow, state: State, *, is_alone: bool = False
+    ) -> None:
         self._store = store
         self._client = client
         self._window = window
@@ -139,12 +141,12 @@ class ObjectsView(View):
 class ObjectsBackend(Backend):
     """Rows under a prefix of a bucket. The store is made if there is none, unless with `read_only`."""
 
-    def __init__(self, address: Address, *, read_only: bool) -> None:
+    def __init__(self, address: Bucket, *, read_only: bool) -> None:
         self._address = address
         self._read_only = read_only
         self._client = Client(address)
         self._store = Store(self._client, read_only=read_only)
-        self._window = Window()
+        self._window = ReadWindow()
         self._writing = threading.Lock()
         self._store.open()
 
@@ -283,4 +285,4 @@ def _key_in(name: str, folder: str) -> bytes:
 
 def open_objects(location: str, *, max_bytes: int, read_only: bool) -> ObjectsBackend:
     """The store under this prefix of a bucket; its budget is the engine's to keep."""
-    return ObjectsBackend(Address.parse(location), read_only=read_only)
+    return ObjectsBackend(Bucket.parse(location), read_only=read_only)

@@ -28,7 +28,7 @@ from prefixstore.backends.objects.read_ahead import Arrived
 from prefixstore.errors import InvalidParameterError, LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["Address", "Client", "Listed", "Version"]
+__all__ = ["Bucket", "Client", "Listed", "Version"]
 
 # Seconds: to connect; for one request with its body; without a byte from the server, while a body is sent, too.
 CONNECT_SECONDS = 5.0
@@ -78,7 +78,7 @@ Version = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Address:
+class Bucket:
     """Where a store is. The prefix has no slash at its ends, and may be empty. `options` have obstore's names."""
 
     scheme: str
@@ -88,7 +88,7 @@ class Address:
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, location: str) -> Address:
+    def parse(cls, location: str) -> Bucket:
         """Read a URL such as ``"s3://bucket/prefix?endpoint=http://127.0.0.1:8333"``.
 
         Raises `InvalidParameterError` if it is not valid, or has a user name or a password.
@@ -147,7 +147,7 @@ class Client:
     # the process that was the first to use obstore: its threads do not exist in a forked child
     _user: int | None = None
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Bucket) -> None:
         self._address = address
         self._store: Any = None
         Client._user = Client._user or os.getpid()

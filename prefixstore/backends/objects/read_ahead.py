@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 from prefixstore.backends.threads import Answer, Threads
 from prefixstore.errors import UnavailableError
 
-__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Window", "ahead", "at_once"]
+__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "ReadWindow", "ahead", "at_once"]
 
 # payloads that are read at a time, and bytes that payloads may hold, beside one of any size
 AT_ONCE = 8
@@ -45,7 +45,7 @@ Arrived: TypeAlias = Callable[[int], None]
 """Told how many more bytes of a payload are there; raises if the rest is not wanted."""
 
 
-class Window:
+class ReadWindow:
     """How many bytes may be in transit when the next payload is requested, as learned from the requests so far.
 
     For the threads of one process, without a lock: what is lost of it is learned again. The clock counts seconds.
@@ -116,7 +116,7 @@ def at_once(items: Sequence[T], work: Callable[[T], R], most: int = SMALL_AT_ONC
 
 
 def ahead(
-    sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window, told: Arrived = lambda _: None
+    sizes: Sequence[int], read: Callable[[int, Arrived], R], window: ReadWindow, told: Arrived = lambda _: None
 ) -> Generator[R, None, None]:
     """Read payloads of these sizes ahead of the one in use, and yield them in order. An error is raised in its turn.
 

@@ -30,7 +30,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
+__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "sql_error"]
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
@@ -86,7 +86,7 @@ def parse_url(location: str) -> URL:
         ) from None
 
 
-def translate(error: Exception, where: str) -> StorageError:
+def sql_error(error: Exception, where: str) -> StorageError:
     """Translate an error of a driver into a prefixstore error."""
     text = " ".join(str(error).split())
     state = getattr(error, "sqlstate", None) or ""
@@ -141,7 +141,7 @@ class Database(Backend):
         try:
             yield
         except self.ERROR as error:
-            raise translate(error, self.location) from error
+            raise sql_error(error, self.location) from error
 
     # -- the schema ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Database(Backend):
             found = driver.execute(f"SELECT version_num, magic, format FROM {VERSION_TABLE}, {META}").fetchall()  # noqa: S608 - constants
         except self.ERROR as error:
             # an unreachable server or a lock says nothing about the tables
-            if isinstance(translate(error, self.location), IncompatibleError):
+            if isinstance(sql_error(error, self.location), IncompatibleError):
                 raise foreign from None
             raise
         if [magic for _, magic, _ in found] != [MAGIC]:

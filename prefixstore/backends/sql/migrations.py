@@ -15,7 +15,7 @@ from prefixstore.backends.forks import adding
 from prefixstore.backends.sql import database_of
 from prefixstore.errors import IncompatibleError, LocationError
 
-__all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade"]
+__all__ = ["HEAD", "VERSION_TABLE", "Status", "check_schema", "migrations_directory", "statements", "upgrade"]
 
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "4"
@@ -69,7 +69,7 @@ class Status(NamedTuple):
         return self.revision == self.head
 
 
-def check(url: str) -> Status:
+def check_schema(url: str) -> Status:
     """The revision that the store has, and the one that is needed. Changes nothing.
 
     Raises `StorageError` if the database cannot be opened, or is another application's or of a newer version.
@@ -79,8 +79,8 @@ def check(url: str) -> Status:
 
 
 def upgrade(url: str) -> Status:
-    """Create the store, or bring its schema up to date; returns the status before. Raises as `check` does."""
-    before = check(url)
+    """Create the store, or bring its schema up to date; returns the status before. Raises as `check_schema` does."""
+    before = check_schema(url)
     if not before.is_current:
         with closing(database_of(url, read_only=False)) as database:
             database.upgrade()

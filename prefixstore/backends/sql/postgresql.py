@@ -18,7 +18,7 @@ from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
 from prefixstore.backends.sql.migrations import VERSION_TABLE
-from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
+from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write_to_postgresql
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
@@ -199,7 +199,7 @@ class PostgreSQL(Database):
         with self.turn() as (driver, total):
             draft = Draft(PostgreSQLView(self, driver, total), COSTS)
             yield draft
-            write(driver, draft.changes)
+            write_to_postgresql(driver, draft.changes)
 
     def sync(self) -> None:
         """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""

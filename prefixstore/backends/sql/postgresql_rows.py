@@ -31,7 +31,7 @@ from prefixstore.format.record import Buffer
 if TYPE_CHECKING:
     from prefixstore.backends.sql.postgresql import PostgreSQL
 
-__all__ = ["COSTS", "COUNT_AGAIN", "META_ROW", "PostgreSQLView", "write"]
+__all__ = ["COSTS", "COUNT_AGAIN", "META_ROW", "PostgreSQLView", "write_to_postgresql"]
 
 # The most that a row, and a payload, takes besides its bytes: its key in the index, the last chunk; measured.
 ROW_BYTES = PAYLOAD_BYTES = 1280
@@ -198,7 +198,7 @@ class PostgreSQLView(View):
         return BASE_BYTES + self._total
 
 
-def write(driver: psycopg.Connection[Any], changes: Sequence[Change]) -> None:
+def write_to_postgresql(driver: psycopg.Connection[Any], changes: Sequence[Change]) -> None:
     """Write changes into the open transaction; where a key has two of them, the first deletes its row."""
     if not changes:
         return

@@ -23,8 +23,8 @@ from prefixstore.backends.files import absolute, make_directory, publish, sync_p
 from prefixstore.backends.forks import HandleLock, register_at_fork
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import migrations
-from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, parse_url, translate
-from prefixstore.backends.sql.sqlite_rows import COSTS, PAGE_BYTES, SQLiteView, write
+from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, parse_url, sql_error
+from prefixstore.backends.sql.sqlite_rows import COSTS, PAGE_BYTES, SQLiteView, write_to_sqlite
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
     CorruptError,
@@ -214,7 +214,7 @@ class SQLite(Database):
 
             def apply(changes: Sequence[Change]) -> None:
                 with self.translated():
-                    write(driver, changes)
+                    write_to_sqlite(driver, changes)
 
             draft = Draft(SQLiteView(self, driver, is_cached=False), COSTS, apply)
             yield draft
@@ -356,7 +356,7 @@ def recognize(path: Path) -> None:
             connection.execute("PRAGMA writable_schema=ON")
             found = connection.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.Error as error:
-        translation = translate(error, str(path))
+        translation = sql_error(error, str(path))
         if isinstance(translation, (IncompatibleError, CorruptError)):
             raise IncompatibleError(f"{foreign} ({error})") from error
         raise translation from error

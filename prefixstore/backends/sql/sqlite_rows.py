@@ -15,7 +15,7 @@ from prefixstore.backends.contract import Change, Costs, Range, Row, View
 from prefixstore.backends.sql.database import PIECE_BYTES, Database, pieces_of
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "PAGE_BYTES", "SQLiteView", "write"]
+__all__ = ["COSTS", "PAGE_BYTES", "SQLiteView", "write_to_sqlite"]
 
 # keys in one statement; SQLite takes no more than 32,766 parameters
 MOST_KEYS = 10_000
@@ -65,7 +65,7 @@ class _Costs(Costs):
 COSTS = _Costs()
 
 
-def write(driver: sqlite3.Connection, changes: Sequence[Change]) -> None:
+def write_to_sqlite(driver: sqlite3.Connection, changes: Sequence[Change]) -> None:
     """Write changes into the open transaction; where a key has two of them, the first deletes its row."""
     kept = [change for change in changes if change.value is not None]
     driver.executemany(_DELETE_PAYLOAD, [(c.key,) for c in changes if c.value is None or c.payload is not None])

@@ -19,7 +19,7 @@ from valkey.exceptions import NoPermissionError, ResponseError
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.valkey.connections import Address, Connections, asked
+from prefixstore.backends.valkey.connections import Address, Connections, reply_to
 from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, COSTS, HEAD, KEEP, TICK, packed
 from prefixstore.backends.valkey.view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
@@ -85,7 +85,7 @@ class ValkeyBackend(Backend):
         if self._read_only:
             raise refusals.read_only(self.location)
         self._connections.require_open()
-        turn = Turn(self._connections)
+        turn = WriterTurn(self._connections)
         try:
             view = ServerView(self._connections, self._memory, turn.begin(), turn.keep)
             draft = Draft(view, COSTS)
@@ -109,9 +109,9 @@ class ValkeyBackend(Backend):
         """Whether the server's log is on its disk after a while; true if it keeps none."""
         # the server waits for what this connection has written
         names = self._connections.names
-        asked(connection, "EVAL", TICK, len(names), *names)
+        reply_to(connection, "EVAL", TICK, len(names), *names)
         try:
-            return bool(asked(connection, "WAITAOF", 1, 0, SYNC_MILLISECONDS)[0])
+            return bool(reply_to(connection, "WAITAOF", 1, 0, SYNC_MILLISECONDS)[0])
         except NoPermissionError:
             raise
         except ResponseError:
@@ -131,7 +131,7 @@ class ValkeyBackend(Backend):
         self._connections.close()
 
 
-class Turn:
+class WriterTurn:
     """The turn of one writer. Whatever happens after `begin`, `commit` it or `abort` it."""
 
     def __init__(self, connections: Connections) -> None:

@@ -38,7 +38,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["Address", "Connections", "asked", "translated"]
+__all__ = ["Address", "Connections", "reply_to", "translated"]
 
 T = TypeVar("T")
 DEFAULT = {"host": "localhost", "port": 6379}
@@ -116,7 +116,7 @@ def _other(shown: str, advice: str) -> InvalidParameterError:
     return InvalidParameterError(f"location={shown!r}: {advice}")
 
 
-def translate(error: Exception, where: str) -> StorageError:
+def valkey_error(error: Exception, where: str) -> StorageError:
     """Translate an error of valkey-py, or of a socket, into a prefixstore error."""
     text = " ".join(str(error).partition(ARGUMENTS)[0].split())
     if isinstance(error, OutOfMemoryError):
@@ -142,7 +142,7 @@ def translated(where: str) -> Iterator[None]:
     except (ValkeyError, OSError, ValueError) as error:
         # ValueError: an answer without the number that it needs, or the name of a host that cannot be encoded. An error
         # with arguments may have a password in its text.
-        raise translate(error, where) from (None if ARGUMENTS in str(error) else error)
+        raise valkey_error(error, where) from (None if ARGUMENTS in str(error) else error)
 
 
 class Connections:
@@ -183,7 +183,7 @@ class Connections:
 
     def call(self, *command: Any) -> Any:
         """The server's reply to a command."""
-        return self.use(lambda connection: asked(connection, *command))
+        return self.use(lambda connection: reply_to(connection, *command))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
@@ -219,7 +219,7 @@ class Connections:
                     pool.release(connection)
 
 
-def asked(connection: Any, *command: Any) -> Any:
+def reply_to(connection: Any, *command: Any) -> Any:
     """The reply to a command on this connection."""
     connection.send_command(*command)
     return connection.read_response()
