@@ -138,8 +138,6 @@ class Counters:
         self.collected = OF_PROMPTS | OF_PAGES
         self._kept: Kept = Counter()
         self._counts: Counter[str] = Counter()
-        # how many pages were dropped, for any reason
-        self.n_dropped = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gained: defaultdict[str, float] = defaultdict(float)
         self._histograms = {name: Histogram(bounds, (0,) * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
@@ -166,7 +164,6 @@ class Counters:
         """
         with self._lock:
             self._counts[name] += by
-            self.n_dropped += by * name.startswith("dropped:")
             if namespace is not None:
                 self._keep(name, by, namespace)
 

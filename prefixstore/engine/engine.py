@@ -280,7 +280,9 @@ class Engine:
     @property
     def losses(self) -> int:
         """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
-        return self.evictor.n_evicted + self.deleter.n_begun + self.counters.n_dropped
+        counters = self.counters
+        n_dropped = sum(counters.group("dropped").values())
+        return counters["evictions"] + counters["expired"] + n_dropped + self.deleter.n_begun
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

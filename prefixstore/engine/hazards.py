@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AGES", "CLASSES", "CLASSES_PER_LEVEL", "Hazards", "age_bin", "age_bins", "level", "use_level"]
+__all__ = ["AGES", "CLASSES", "CLASSES_PER_LEVEL", "Hazards", "age_bins", "level", "use_level"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -30,11 +30,6 @@ def age_bins(prompts: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     bits = (prompts + 1).astype(np.float32).view(np.int32)
     bins: npt.NDArray[np.int32] = np.minimum((bits >> 22) - 254, AGES - 1)
     return bins
-
-
-def age_bin(prompts: int) -> int:
-    """The half octave of a number of prompts."""
-    return int(age_bins(np.array([max(prompts, 0)]))[0])
 
 
 def use_level(uses: int) -> int:
@@ -67,7 +62,7 @@ class Hazards:
 
     def observe(self, page_class: int, age: int, *, hit: bool) -> None:
         """Count a page of this class as used again at this age, or as no longer followed."""
-        (self._hits if hit else self._lost)[page_class, age_bin(age)] += 1
+        (self._hits if hit else self._lost)[page_class, age_bins(np.array([max(age, 0)]))[0]] += 1
 
     def halve(self) -> None:
         """Halve the old counts, since from here on half as many pages are sampled."""

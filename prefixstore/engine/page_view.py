@@ -316,12 +316,6 @@ class PageView:
         return {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The bytes of all payloads as stored, and of the states that they decode to."""
-        counted = self.count()
-        return counted.stored_bytes, counted.raw_bytes
-
-    @property
     def used(self) -> Used:
         """The size of the location, index included; inside a transaction, including what it has written so far."""
         return Used(self._rows.used, self.count().pages)

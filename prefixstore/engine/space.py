@@ -47,8 +47,6 @@ class Evictor(Part):
     ----------
     used, peak_bytes
         What this process has seen the location hold: last, None before the first time, and at most.
-    n_evicted
-        How many pages it has evicted, expired ones included.
     has_loaded
         Whether the policy goes on with what was learned before.
     """
@@ -60,7 +58,6 @@ class Evictor(Part):
         self.catalog, self.budget = shared.catalog, shared.budget
         self.used: Used | None = None
         self.peak_bytes = 0
-        self.n_evicted = 0
         # the latest evictions, each page once
         self._evicted: dict[bytes, None] = {}
 
@@ -187,7 +184,6 @@ class Evictor(Part):
             self._evicted[victim.key] = None
             if len(self._evicted) > REMEMBERED:
                 del self._evicted[next(iter(self._evicted))]
-            self.n_evicted += 1
         self._counters.count("expired" if victim.is_expired else "evictions", namespace=victim.namespace)
         if not victim.is_expired and time_of_use(victim.leaf.last_used, now):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))

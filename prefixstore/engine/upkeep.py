@@ -59,7 +59,8 @@ class Upkeep(Part):
         """The size of the location, and the bytes of all payloads as stored and as states."""
         with self._backend.view() as view:
             self._evictor.saw(view.used)
-            self._sizes = view.sizes
+            count = view.count()
+        self._sizes = count.stored_bytes, count.raw_bytes
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:

@@ -53,7 +53,6 @@ __all__ = [
     "set_end",
     "silence",
     "token_kinds",
-    "vocab_of",
 ]
 
 # the methods of a Llama that a hook replaces
@@ -189,11 +188,6 @@ def model_of(llm: llama_cpp.Llama) -> Any:
     return llm._model.model
 
 
-def vocab_of(llm: llama_cpp.Llama) -> Any:
-    """The ``llama_vocab``."""
-    return llm._model.vocab
-
-
 def lora_of(llm: llama_cpp.Llama) -> tuple[str, float] | None:
     """The path and the scale of the LoRA adapter; None without one."""
     return (llm.lora_path, llm.lora_scale) if llm.lora_path else None
@@ -227,7 +221,7 @@ def token_kinds(llm: llama_cpp.Llama) -> Callable[[int], TokenKind]:
         llm = weak()
         if llm is None or not 0 <= token < llm.n_vocab():
             return TokenKind()
-        vocab = vocab_of(llm)
+        vocab = llm._model.vocab
         ends = bool(llama_cpp.llama_vocab_is_eog(vocab, token))
         control = bool(llama_cpp.llama_vocab_is_control(vocab, token))
         if ends or control:

@@ -235,7 +235,7 @@ def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exa
     assert [rule for rule, *_ in flaws_of(backend) if rule == "index"] == []
     with backend.view() as view:
         assert view.count().pages == len(model.pages) + 2
-        assert view.sizes == (model.count(spaces).stored_bytes, model.count(spaces).raw_bytes)
+        assert view.count()[1:3] == model.count(spaces)[1:3]
         for space in spaces:
             assert view.count(space)[:6] == model.count([space])[:6]
     # put again, they are counted as before

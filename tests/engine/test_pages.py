@@ -10,7 +10,7 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import flaws, violations
-from prefixstore.engine.keyspace import CHILD, RECORD
+from prefixstore.engine.keyspace import CHILD, RECORD, Count
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import ChildRow
@@ -46,7 +46,7 @@ def test_an_empty_location_has_no_pages(backend):
     for opened_as in (backend.view, backend.update):
         with opened_as() as view:
             assert list(view.scan()) == list(flaws(view)) == []
-            assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
+            assert (dict(view.namespaces()), view.used.entries, view.count()) == ({}, 0, Count())
             assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
             assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
             assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
