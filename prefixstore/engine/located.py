@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixstore.engine.page import Page, Path, shared_tokens
-from prefixstore.engine.trie import Entry, Trie
+from prefixstore.engine.record_cache import Entry, RecordCache
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
@@ -15,7 +15,7 @@ __all__ = ["Located", "PagedPrompt", "Waiting"]
 
 
 class PagedPrompt:
-    """A sequence of tokens, cut into pages; the trie knows the keys of those that were looked up before.
+    """A sequence of tokens, cut into pages; the cache knows the keys of those that were looked up before.
 
     Attributes
     ----------
@@ -27,13 +27,13 @@ class PagedPrompt:
         What each of its pages follows.
     """
 
-    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, trie: Trie) -> None:
+    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, cache: RecordCache) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.page_tokens = page_tokens
         raw, step = tokens.tobytes(), page_tokens * TOKEN_BYTES
         self.pieces = [raw[start : start + step] for start in range(0, len(raw) + 1, step)]
-        self.keys = trie.keys(namespace, self.pieces[:-1])
+        self.keys = cache.keys(namespace, self.pieces[:-1])
         self.parents = [namespace, *self.keys]
 
     def has(self, number: int, page: Page | Record) -> bool:

@@ -20,7 +20,7 @@ from prefixstore.backends.keys import HEADER, key_of
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page import shared_tokens
-from prefixstore.engine.trie import Entry, Trie
+from prefixstore.engine.record_cache import Entry, RecordCache
 from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import salt_in
@@ -54,10 +54,10 @@ class PageView:
     """
 
     def __init__(
-        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], trie: Trie | None = None
+        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], cache: RecordCache | None = None
     ) -> None:
         self._rows = rows
-        self._trie = trie if trie is not None else Trie()
+        self._cache = cache if cache is not None else RecordCache()
         self.is_local = is_local
         self.check = check
         # of namespaces whose settings were read
@@ -82,7 +82,7 @@ class PageView:
     def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
         """Those of these pages that are stored."""
         stored = self._rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
-        return self._trie.entries(keys, stored)
+        return self._cache.entries(keys, stored)
 
     def leading(self, keys: Sequence[bytes], doubtful: Container[bytes] = ()) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.
@@ -105,10 +105,10 @@ class PageView:
                 high = middle
             middle = (low + high) // 2
         for gone in keys[high:]:
-            self._trie.forget(gone)
+            self._cache.forget(gone)
         keys = keys[:high]
         usages = self._rows.get([keyspace.USAGE + key for key in keys])
-        known = self._trie.known
+        known = self._cache.known
         found = [None if key in doubtful else known(key, usage) for key, usage in zip(keys, usages, strict=True)]
         if None in found:
             unknown = [key for key, one in zip(keys, found, strict=True) if one is None]

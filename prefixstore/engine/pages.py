@@ -22,7 +22,7 @@ from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import PageView
-from prefixstore.engine.trie import Trie
+from prefixstore.engine.record_cache import RecordCache
 from prefixstore.errors import (
     ClosedError,
     FullError,
@@ -101,8 +101,8 @@ class Pages:
 
     Attributes
     ----------
-    trie
-        Pages that were read lately.
+    cache
+        Records that were read lately.
     encrypted
         How the rows are encrypted, if they are.
     """
@@ -120,7 +120,7 @@ class Pages:
         self._open_it = open_it
         self._opening = threading.Lock()
         self._is_closed = False
-        self.trie = Trie()
+        self.cache = RecordCache()
         self._is_torn = False
 
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
@@ -177,7 +177,7 @@ class Pages:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         rows = self.rows
         with (self.encrypted or rows).view() as view:
-            yield PageView(view, is_local=rows.is_local, check=rows.check, trie=self.trie)
+            yield PageView(view, is_local=rows.is_local, check=rows.check, cache=self.cache)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:

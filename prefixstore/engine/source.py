@@ -372,7 +372,7 @@ class Fetcher(Part):
 
     def forget(self, page: Page) -> None:
         """The next lookup reads the record of this page again."""
-        self._backend.trie.forget(page.key)
+        self._backend.cache.forget(page.key)
 
     def give_up(self, page: Page, error: StorageError | None) -> None:
         """Log and count why a page ended a fetch, and have it deleted if it is damaged."""

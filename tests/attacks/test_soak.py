@@ -13,8 +13,8 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
+from prefixstore.engine.record_cache import MOST_KEPT
 from prefixstore.engine.space import REMEMBERED
-from prefixstore.engine.trie import MOST_KEPT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.timeouts import wait_for
 
@@ -28,7 +28,7 @@ BOUNDS = {
     "Adaptive._samples": SAMPLES,
     "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
     "Evictor._evicted": REMEMBERED,
-    "Trie._read": MOST_KEPT,
+    "RecordCache._read": MOST_KEPT,
 }
 
 

@@ -1,7 +1,7 @@
-"""A trie of pages that were read, in memory, so that they are not hashed, read, unpacked and verified again.
+"""A cache of records and page keys that were read lately, so that they are not hashed, read and verified again.
 
-A step in it is the key of some tokens after a page, which is the same for ever. Whether a page is there only the
-location says. What its record said may have changed since: whoever reads the page compares, and has it forgotten here.
+The key of some tokens after a page never changes. Whether a page is stored only the location knows, and its record may
+have changed since: whoever reads the page compares the two, and has a stale entry dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from prefixstore.errors import StorageError
 from prefixstore.format.keys import page_key
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Entry", "Trie"]
+__all__ = ["Entry", "RecordCache"]
 
-# pages that are remembered: 4 KB each of 256 tokens
+# pages that are kept at most: 4 KB each of 256 tokens
 MOST_KEPT = 4096
 
 
 class Entry(NamedTuple):
-    """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
+    """A stored page without its payload: its key, its record (or why that cannot be read), and its usage."""
 
     key: bytes
     record: Record | StorageError
@@ -36,17 +36,17 @@ class Entry(NamedTuple):
             return cls(key, error, Usage(0))
 
 
-class Trie:
+class RecordCache:
     """Pages that were read lately. Any thread may use it."""
 
     def __init__(self) -> None:
-        # by key: the rows, and what they say
+        # by key: the rows, and the entry that was made of them
         self._read: dict[bytes, tuple[bytes, bytes | None, Entry]] = {}
-        # by key of a page or a namespace: the page after it that was looked up last, its tokens and its key
+        # by key of a page or a namespace: the tokens and the key of the child that was looked up last
         self._after: dict[bytes, tuple[bytes, bytes]] = {}
 
     def keys(self, namespace: bytes, pieces: Sequence[bytes]) -> list[bytes]:
-        """The keys of pages with these tokens, one after the other: those that were looked up before are not hashed."""
+        """The keys of consecutive pages with these tokens. Those that were looked up before are not hashed again."""
         keys: list[bytes] = []
         after, parent = self._after, namespace
         for piece in pieces:
@@ -60,26 +60,26 @@ class Trie:
         return keys
 
     def known(self, key: bytes, usage: bytes | None) -> Entry | None:
-        """A page with this usage, and the record that was read last; None if none was."""
+        """A page with this stored usage, and the cached record; None if its record is not cached."""
         known = self._read.get(key)
         if known is None:
             return None
         record, before, entry = known
         if usage != before:
-            # only a page that was used since, or pinned, or whose usage is damaged
+            # it was used or pinned since, or its usage is damaged
             assert isinstance(entry.record, Record), "no others are kept"
             entry = Entry.of(key, entry.record, usage)
-            # unless another thread has had it forgotten meanwhile
+            # unless another thread has dropped it meanwhile
             if self._read.get(key) is known:
                 self._keep(record, usage, entry)
         return entry
 
     def forget(self, key: bytes) -> None:
-        """A page is gone, or not as it was when it was read last."""
+        """Drop a page that is gone, or differs from what was read last."""
         self._read.pop(key, None)
 
     def entries(self, keys: Sequence[bytes], rows: Sequence[bytes | None]) -> list[Entry]:
-        """Those of these pages that are stored, by their rows: the record and the usage of each."""
+        """The stored pages among `keys`; `rows` has the record and the usage of each."""
         found: list[Entry] = []
         read = self._read
         for key, record, usage in zip(keys, rows[::2], rows[1::2], strict=True):
