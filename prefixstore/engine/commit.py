@@ -24,7 +24,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Deferred, DropReason, PendingPage, Use
-from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.relatives import overlaps_of
 from prefixstore.engine.saved_notes import SavedNotes, note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import FullError, IncompatibleError, StorageError
@@ -100,7 +100,7 @@ class Batch:
     def _write(self, new: PendingPage, admits: Callable[[Victim], bool]) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
         transaction, record, page = self._transaction, new.record, new.page
-        tail, is_covered = siblings_of(transaction, page)
+        tail, is_covered = overlaps_of(transaction, page)
         if not self._catalog.claim(new, is_covered=is_covered):
             return None
         if tail is not None and (self._catalog.pending_after(tail.key) or transaction.followed([tail.key])):

@@ -9,6 +9,7 @@ from itertools import chain
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmarks import Bookmarks
+from prefixstore.engine.child_rows import children_of, first_node
 from prefixstore.engine.invariants import Violation, is_stray, strays
 from prefixstore.engine.keyspace import COUNT, RECORD, walk
 from prefixstore.engine.page_update import Transaction
@@ -18,7 +19,6 @@ from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Damage
 from prefixstore.engine.record_cache import Entry
 from prefixstore.engine.relatives import with_descendants
-from prefixstore.engine.siblings import children_of, first_node
 from prefixstore.engine.space import PAGES_AT_ONCE
 from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode

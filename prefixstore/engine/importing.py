@@ -11,7 +11,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.page import is_same
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
-from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.relatives import overlaps_of
 from prefixstore.format.record import Record, StoredPage
 
 __all__ = ["Imported", "Importer"]
@@ -83,7 +83,7 @@ class Importer(Part):
             written = self._committer.commit(added)
             with self._backend.view() as view:
                 # tails that a stored page continues
-                present += sum(siblings_of(view, new.page)[1] for new in added if new not in written)
+                present += sum(overlaps_of(view, new.page)[1] for new in added if new not in written)
         except Exception:
             # also those that were announced and not passed on
             self._catalog.give_up(news)

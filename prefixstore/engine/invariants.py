@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from prefixstore.backends.contract import Row
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.keyspace import Count, Leaf
 from prefixstore.engine.page_view import PageView, leaf_of, path_in
@@ -101,7 +101,7 @@ class Check(NamedTuple):
 def page_of(row: Row) -> bytes:
     """The key of the page of which a row is, or ``b""``."""
     if row.key.startswith(keyspace.CHILD):
-        child = siblings.ChildRow.unpack(row.value)
+        child = child_rows.ChildRow.unpack(row.value)
         return (child.page if child is not None else None) or b""
     return row.key[-KEY_BYTES:] if row.key.startswith(keyspace.LEAF) else row.key[1:]
 
@@ -172,12 +172,12 @@ def _lost(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     paths = [path_in(row.key[1:], row.value) or [] for row in rows]
     found = iter(view.rows.get([key for path in paths for key in path]))
     for row, path in zip(rows, paths, strict=True):
-        if not siblings.leads_to(row.key[1:], list(islice(found, len(path)))) and path:
+        if not child_rows.leads_to(row.key[1:], list(islice(found, len(path)))) and path:
             yield Fault(row, "index", "it is not found among the children of its parent")
 
 
 def _misplaced(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
-    children = [siblings.ChildRow.unpack(row.value) for row in rows]
+    children = [child_rows.ChildRow.unpack(row.value) for row in rows]
     records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
     for row, child, record in zip(rows, children, records, strict=True):
         # if its record is damaged, a page may be below any row
@@ -189,7 +189,7 @@ def _misplaced(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
 
 
 def _hollow(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
-    for row in siblings.hollow(view.rows, rows):
+    for row in child_rows.hollow(view.rows, rows):
         yield Fault(row, "index", "a page is said to have children that it does not have")
 
 

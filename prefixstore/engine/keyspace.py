@@ -1,6 +1,6 @@
 """The rows of a location: their keys and their values. The only module that knows them.
 
-Child rows are in `engine.siblings`.
+Child rows are in `engine.child_rows`.
 
 ==========  =================================  ==========================================
 row         key                                value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from prefixstore.backends.contract import Row, Update
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.keyspace import (
     Count,
     Leaf,
@@ -86,7 +86,7 @@ class Transaction(PageView):
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
         costs, n_token_bytes = self._rows.costs, len(record.tokens)
         key = bytes(1 + KEY_BYTES)
-        child = costs.of(bytes(siblings.child_bytes(n_token_bytes)), key)
+        child = costs.of(bytes(child_rows.child_bytes(n_token_bytes)), key)
         leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
         usage = costs.of(key, bytes(USAGE.size))
         # a page may be entered twice: for itself, and for a sibling with the same first tokens
@@ -109,10 +109,10 @@ class Transaction(PageView):
         self._rows.put(keyspace.RECORD + key, packed, payload, replaced=replaced, owner=owner)
         self._rows.put(keyspace.USAGE + key, usage.pack())
         place = place_of(old) if old is not None else None
-        if place is not None and (before := siblings.child_path(*place)) != path:
+        if place is not None and (before := child_rows.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
-            siblings.remove_child(self._rows, key, before)
-        siblings.add_child(self._rows, key, path, owner)
+            child_rows.remove_child(self._rows, key, before)
+        child_rows.add_child(self._rows, key, path, owner)
         # also a page that was not here may be followed: by one that has lost it
         is_leaf = not usage.pinned and not self.followed([key])
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
@@ -128,7 +128,7 @@ class Transaction(PageView):
         if record is None and usage is None:
             return False
         if record is not None and place is not None:
-            self.is_torn |= not siblings.remove_child(self._rows, key, siblings.child_path(*place))
+            self.is_torn |= not child_rows.remove_child(self._rows, key, child_rows.child_path(*place))
         self._rows.delete(keyspace.RECORD + key, replaced=replaced)
         self._rows.delete(keyspace.USAGE + key)
         if record is not None and place is not None:
@@ -223,13 +223,10 @@ class Transaction(PageView):
     # -- the index ----------------------------------------------------------------------------------------------------
 
     def enter(self, row: Row) -> None:
-        """Enter the page of a record among its siblings.
-
-        Not one that cannot be read: where a damaged one says that it belongs, another page may be.
-        """
+        """Index the page of a record row, unless it cannot be read: its path may be that of another page."""
         path = path_in(row.key[1:], row.value)
         if path is not None:
-            siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
+            child_rows.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
 
     def finish(self) -> None:
         """Forget namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""

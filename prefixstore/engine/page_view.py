@@ -17,7 +17,7 @@ import numpy as np
 
 from prefixstore.backends import contract
 from prefixstore.backends.keys import HEADER, key_of
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page import shared_tokens
 from prefixstore.engine.record_cache import Entry, RecordCache
@@ -190,9 +190,9 @@ class PageView:
 
     def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
         """`neighbors` of one page, and the snapshots after some pages: in one request, if the location is a server."""
-        path = siblings.child_path(parent, PAGE, tokens)
-        sides = siblings.around(path)
-        nodes = [keyspace.under(siblings.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
+        path = child_rows.child_path(parent, PAGE, tokens)
+        sides = child_rows.around(path)
+        nodes = [keyspace.under(child_rows.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
         beside: Iterable[Sequence[contract.Row]]
         if self.is_local:
             # mostly the first step is enough
@@ -200,8 +200,8 @@ class PageView:
         else:
             found = self._rows.ranges(sides + nodes)
             beside, snapshots = found[: len(sides)], found[len(sides) :]
-        keys = siblings.nearest(self._rows, path, beside)
-        children = siblings.pages_below(self._rows, snapshots)
+        keys = child_rows.nearest(self._rows, path, beside)
+        children = child_rows.pages_below(self._rows, snapshots)
         entries = self._readable([*keys, *(key for some in children for key in some)])
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):
@@ -218,14 +218,14 @@ class PageView:
 
         The first pages of a namespace are its children. With `at_most`, only so many of each parent, the first ones.
         """
-        nodes = [siblings.first_node(parent, form) for parent in dict.fromkeys(parents)]
-        keys = [key for some in siblings.children_of(self._rows, nodes, at_most) for key in some]
+        nodes = [child_rows.first_node(parent, form) for parent in dict.fromkeys(parents)]
+        keys = [key for some in child_rows.children_of(self._rows, nodes, at_most) for key in some]
         entries = self._readable(keys)
         return [entries[key] for key in keys if key in entries]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
-        found = self._rows.ranges([keyspace.under(siblings.all_children(key), 1) for key in keys])
+        found = self._rows.ranges([keyspace.under(child_rows.all_children(key), 1) for key in keys])
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
@@ -362,4 +362,4 @@ def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
 
 def child_rows_of(record: Record) -> list[bytes]:
     """The child rows that a page can have."""
-    return siblings.child_path(record.parent, record.form, record.tokens)
+    return child_rows.child_path(record.parent, record.form, record.tokens)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import PageView
@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 # what `Pages.reindex` mends, in this order, and how
 MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
     (LOST, Transaction.enter),
-    (MISPLACED, lambda transaction, row: siblings.take_out(transaction.rows, row.key)),
-    (HOLLOW, lambda transaction, row: siblings.mend_child(transaction.rows, row.key)),
+    (MISPLACED, lambda transaction, row: child_rows.take_out(transaction.rows, row.key)),
+    (HOLLOW, lambda transaction, row: child_rows.mend_child(transaction.rows, row.key)),
     (WRONG_LEAVES, lambda transaction, row: transaction.mend_leaf(row.key[1:])),
     (STRAY_LEAVES, lambda transaction, row: transaction.rows.delete(row.key)),
 )

@@ -11,7 +11,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["pinned_with", "siblings_of", "with_descendants"]
+__all__ = ["overlaps_of", "pinned_with", "with_descendants"]
 
 
 def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
@@ -62,7 +62,7 @@ def pinned_with(view: PageView, key: bytes, *, pinned: bool) -> list[bytes]:
     return changed
 
 
-def siblings_of(view: PageView, page: Page) -> tuple[Page | None, bool]:
+def overlaps_of(view: PageView, page: Page) -> tuple[Page | None, bool]:
     """The stored tail that a page continues, and whether a stored page has all its tokens, and more."""
     if page.form == SNAPSHOT:
         return None, False

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefixstore.backends.contract import Range, Row, View, after_all
 from prefixstore.backends.keys import Keys, key_id, key_of, line_of
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.encrypted import EncryptedView, RowCipher
 from prefixstore.format.keys import PAGE
 
@@ -22,7 +22,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=40)
 def child(tokens, parent=b"p" * 32):
     """The first child row of a page with these tokens."""
     raw = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return siblings.child_path(parent, PAGE, raw)[0]
+    return child_rows.child_path(parent, PAGE, raw)[0]
 
 
 def in_common(a, b):

@@ -9,9 +9,9 @@ import pytest
 
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import keyspace, siblings
+from prefixstore.engine import child_rows, keyspace
+from prefixstore.engine.child_rows import Child, child_path, first_node
 from prefixstore.engine.keyspace import CHILD
-from prefixstore.engine.siblings import ChildRow, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
 from tests.support.pages import NAMESPACE, make_page
@@ -33,18 +33,18 @@ def path_of(record):
 def add(draft, *records):
     for record in records:
         draft.put(keyspace.RECORD + record.key, record.pack())
-        siblings.add_child(draft, record.key, path_of(record), b"owner")
+        child_rows.add_child(draft, record.key, path_of(record), b"owner")
 
 
 def remove(draft, *records):
     for record in records:
-        assert siblings.remove_child(draft, record.key, path_of(record))
+        assert child_rows.remove_child(draft, record.key, path_of(record))
         draft.delete(keyspace.RECORD + record.key)
 
 
 def is_child(view, record):
-    """Whether a page is found among its siblings."""
-    return siblings.leads_to(record.key, view.get(path_of(record)))
+    """Whether the child rows lead to a page."""
+    return child_rows.leads_to(record.key, view.get(path_of(record)))
 
 
 def tokens_of(view, key):
@@ -54,14 +54,14 @@ def tokens_of(view, key):
 
 def children(view, parent=NAMESPACE, form=PAGE, at_most=None):
     """The tokens of the children of a page."""
-    [found] = siblings.children_of(view, [first_node(parent, form)], at_most)
+    [found] = child_rows.children_of(view, [first_node(parent, form)], at_most)
     return [tokens_of(view, key) for key in found]
 
 
 def around(view, parent, form, tokens):
     """The tokens of the last child that is not above some tokens, and of the first that is."""
     path = child_path(parent, form, tokens)
-    found = siblings.nearest(view, path, view.ranges(siblings.around(path)))
+    found = child_rows.nearest(view, path, view.ranges(child_rows.around(path)))
     known = sorted({tokens_of(view, key) for key in found})
     at = bisect_right(known, tokens)
     return known[max(at - 1, 0) : at + 1]
@@ -184,8 +184,8 @@ def test_a_damaged_row_is_none_and_is_replaced_by_the_next_page(backend, value, 
             # it may hide the one beyond it
             assert around(draft, NAMESPACE, PAGE, tokens) in ([], [other.tokens])
         assert not is_child(draft, gone)
-        assert not siblings.remove_child(draft, gone.key, path_of(gone))
-        siblings.mend_child(draft, damaged)
+        assert not child_rows.remove_child(draft, gone.key, path_of(gone))
+        child_rows.mend_child(draft, damaged)
         assert draft.get([damaged]) == [value]
         add(draft, new, gone)
         assert children(draft) == [gone.tokens, new.tokens, other.tokens]
@@ -200,7 +200,7 @@ def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend
             add(draft, elsewhere)
             draft.put(path_of(new)[0], ChildRow(stale).pack())
             assert not is_child(draft, new)
-            assert not siblings.remove_child(draft, new.key, path_of(new))
+            assert not child_rows.remove_child(draft, new.key, path_of(new))
             add(draft, new)
             assert children(draft) == [new.tokens]
             assert children(draft, OTHER) == [elsewhere.tokens]

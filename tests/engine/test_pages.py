@@ -9,11 +9,11 @@ import pytest
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.child_rows import Child
 from prefixstore.engine.invariants import flaws, violations
 from prefixstore.engine.keyspace import CHILD, RECORD, Count
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.siblings import ChildRow
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import Usage
 from tests.support.pages import NAMESPACE, make_page

@@ -16,7 +16,7 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.page import Page, Path
-from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.relatives import overlaps_of
 from prefixstore.engine.tiers import FarEngine
 from prefixstore.format.record import Usage
 from tests.model.machine import SPACES
@@ -135,7 +135,7 @@ def a_tail_is_deleted_before_what_replaces_it_is_written(patch: Patch) -> None:
     def commit(real: Any, self: Any, batch: Any) -> Any:
         with self._catalog.update(self._backend) as transaction:
             for new in batch:
-                if (tail := siblings_of(transaction, new.page)[0]) is not None:
+                if (tail := overlaps_of(transaction, new.page)[0]) is not None:
                     transaction.delete(tail.key)
         return real(self, batch)
 

@@ -90,7 +90,7 @@ def _watch_what_changes_something() -> None:
     """A process may die before each statement that writes, and around each command and request, until it ends."""
     from prefixstore.backends.objects.client import Client
     from prefixstore.backends.valkey.connections import Connections
-    from prefixstore.engine import siblings
+    from prefixstore.engine import child_rows
 
     def before(statement: Any) -> None:
         if isinstance(statement, str) and statement.lstrip().startswith(WRITES):
@@ -117,7 +117,7 @@ def _watch_what_changes_something() -> None:
     _patches.enter_context(before_statements(before))
     around(Connections, "use")
     around(Client, "_asked")
-    around(siblings, "add_child")
+    around(child_rows, "add_child")
 
 
 def _serve(pipe: Connection) -> None:

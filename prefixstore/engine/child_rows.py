@@ -1,14 +1,15 @@
-"""The index of children: child rows, which lead from a page to the pages that follow it.
+"""Child rows: the index that leads from a page to the pages that follow it.
 
-The children of a page are a trie, in steps of 32 tokens, then 112 at a time, so that the one that shares most tokens
-with a prompt is found among thousands, and a row has a key short enough for LMDB. Most pages have one row, of the first
-step; it is short, because long keys make the trees of a location deeper. The rows under a node are those of all
-children with the same tokens up to there. The first node is a hash of the parent, and the form; the next one, a hash
-of the row above it. A row names the only page below it, or says that there are more: then the pages that go on are
-under the node below it, and the row names the one that ends there, if any.
+The children of a page form a trie of their tokens: the first step has 32 tokens, each further one 112. So the child
+that shares most tokens with a prompt is found among thousands, and every key is short enough for LMDB. The first step
+is short because most pages need no other, and long keys make the trees of a location deeper.
 
-Nothing here compares keys: a location may have the rows under a node in any order in which those that begin with the
-same tokens are together, after the one whose tokens end there (`engine.encrypted`).
+A node is the common beginning of the keys of sibling rows. The first node is a hash of the parent and the form, each
+further one a hash of the row above it. A row names the only page below it, or says that there may be more: those are
+then under the node below the row, and the row itself names the page that ends there, if any.
+
+No keys are compared here: under a node, rows that begin with the same tokens are beside each other, after the row whose
+tokens end there. Apart from that their order is the location's; an encrypted one has another (`engine.encrypted`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = [
     "take_out",
 ]
 
-# of the tokens in the key of a child row: of the first step, and of the others
+# bytes of tokens in the key of a row: of the first step, and of the others
 FIRST_BYTES = 32 * TOKEN_BYTES
 STEP_BYTES = 112 * TOKEN_BYTES
 NODE_BYTES = 16
 _OF_NODE = b"prefixstore node"
-# steps of the longest page, of 450,000 tokens: a location that somebody has forged may have more
+# steps of a page of 450,000 tokens; a forged location may lead on forever
 DEEPEST = 4096
 
 
@@ -55,9 +56,9 @@ class ChildRow(NamedTuple):
     Attributes
     ----------
     page
-        The key of the only page below; where there may be more, of the one whose tokens end here, or None.
+        Key of the only page below; with `has_more`, of the page whose tokens end here, or None.
     has_more
-        Whether there may be more: then they are under the next node.
+        Whether there may be other pages, under the node below.
     """
 
     page: bytes | None
@@ -77,12 +78,12 @@ class ChildRow(NamedTuple):
 
 
 def _node(content: bytes, size: int) -> bytes:
-    """What the keys of all rows under a node begin with: in these bytes, a hash says which."""
+    """The node that is a hash of `content`, of so many bytes."""
     return CHILD + hashlib.blake2b(content, digest_size=size, person=_OF_NODE).digest()
 
 
 def all_children(parent: bytes) -> bytes:
-    """What the keys of the first rows of all children of a page, or of a namespace, begin with."""
+    """What the nodes of all children of a page, or of a namespace, begin with, whatever their form."""
     return _node(parent, NODE_BYTES - 1)
 
 
@@ -97,7 +98,7 @@ def node_below(row: bytes) -> bytes:
 
 
 def child_path(parent: bytes, form: int, tokens: Buffer) -> list[bytes]:
-    """The keys of all child rows that a page with these tokens can have, the first step first."""
+    """The path of a page: the keys of all child rows that it can have, from the first step on."""
     tokens = bytes(tokens)
     path = [first_node(parent, form) + tokens[:FIRST_BYTES]]
     for at in range(FIRST_BYTES, len(tokens), STEP_BYTES):
@@ -106,21 +107,21 @@ def child_path(parent: bytes, form: int, tokens: Buffer) -> list[bytes]:
 
 
 def child_bytes(n_token_bytes: int) -> int:
-    """How long the key of a child row of a page with so many bytes of tokens is at most."""
+    """The length of the longest key on the path of a page with so many bytes of tokens."""
     return len(CHILD) + NODE_BYTES + min(n_token_bytes, STEP_BYTES)
 
 
 def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) -> None:
-    """Enter a page of a tenant among its siblings."""
+    """Index a page, whose tenant is `owner`."""
     draft.get(path)  # in one round trip; the draft keeps them
     for i, row in enumerate(path):
-        # with what was moved here from the row above
-        stored = ChildRow.unpack(draft.get([row])[0])
-        if stored == ChildRow(key):
+        # this may be a page that the step before has moved here
+        stored = Child.unpack(draft.get([row])[0])
+        if stored == Child(key):
             return
         found = stored
         if found is not None and not found.has_more:
-            found = _parted(draft, found.page or b"", path, i, owner)
+            found = _split(draft, found.page or b"", path, i, owner)
         if found is None or not found.has_more:
             draft.put(row, ChildRow(key).pack(), owner=owner)
             return
@@ -130,8 +131,8 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
             draft.put(row, found.pack(), owner=owner)
 
 
-def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> ChildRow | None:
-    """Move a page that is alone below row `i` to the next node; what the row says then. None if it is not there."""
+def _split(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
+    """Move the page that is alone below row `i` one node down, and return the new row; None if it is not stored."""
     record = draft.get([RECORD + other])[0]
     place = place_of(record) if record is not None else None
     its_path = child_path(*place) if place is not None else []
@@ -144,7 +145,7 @@ def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: b
 
 
 def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
-    """Take a page out of its siblings; whether it was among them."""
+    """Remove a page from the index; returns whether it was there."""
     for i, (row, stored) in enumerate(zip(path, draft.get(path), strict=True)):
         found = ChildRow.unpack(stored)
         if found is not None and found.page == key and (not found.has_more or i == len(path) - 1):
@@ -158,8 +159,8 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
 
 
 def take_out(draft: Update, row: bytes) -> None:
-    """Have a row no longer name its page; one that is damaged is deleted."""
-    child = ChildRow.unpack(draft.get([row])[0])
+    """Remove the page from a row; a damaged row is deleted."""
+    child = Child.unpack(draft.get([row])[0])
     if child is not None and child.has_more:
         draft.put(row, ChildRow(None, has_more=True).pack())
         mend_child(draft, row)
@@ -168,8 +169,8 @@ def take_out(draft: Update, row: bytes) -> None:
 
 
 def mend_child(draft: Update, row: bytes) -> None:
-    """Have a row no longer say that there are more pages, if there are none under the next node."""
-    found = ChildRow.unpack(draft.get([row])[0])
+    """Correct a row that claims more pages than there are under the node below it."""
+    found = Child.unpack(draft.get([row])[0])
     if found is None or not found.has_more or draft.ranges([under(node_below(row), 1)])[0]:
         return
     if found.page is not None:
@@ -179,14 +180,14 @@ def mend_child(draft: Update, row: bytes) -> None:
 
 
 def hollow(view: View, rows: Sequence[Row]) -> list[Row]:
-    """Those of these child rows that say that there are more pages, and have none under the next node."""
-    forks = [row for row in rows if (child := ChildRow.unpack(row.value)) is not None and child.has_more]
+    """The rows that claim more pages, and have none under the node below."""
+    forks = [row for row in rows if (child := Child.unpack(row.value)) is not None and child.has_more]
     below = view.ranges([under(node_below(row.key), 1) for row in forks])
     return [row for row, found in zip(forks, below, strict=True) if not found]
 
 
 def leads_to(key: bytes, stored: Sequence[bytes | None]) -> bool:
-    """Whether a page is found among its siblings, by the stored rows of its path."""
+    """Whether the stored rows of its path lead to this page."""
     for i, value in enumerate(stored):
         found = ChildRow.unpack(value)
         if found is None or not found.has_more or i == len(stored) - 1:
@@ -195,7 +196,7 @@ def leads_to(key: bytes, stored: Sequence[bytes | None]) -> bool:
 
 
 def around(path: Sequence[bytes]) -> list[Range]:
-    """What `nearest` has to know: at each step the last two rows that are not above the path, and the first that is."""
+    """The ranges that `nearest` needs: at each step, the last two rows up to the path, and the first one after it."""
     ranges: list[Range] = []
     for row in path:
         node = row[: len(CHILD) + NODE_BYTES]
@@ -204,10 +205,9 @@ def around(path: Sequence[bytes]) -> list[Range]:
 
 
 def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -> list[bytes]:
-    """The children between which a path is, from the rows that `around` asks for, as far as they are needed.
+    """The children nearest to a path, from the rows of the ranges of `around`, which are taken as they are needed.
 
-    At most three: the last one that is not above the path, one that is on either side, as its tokens say, and the first
-    one that is above it.
+    At most three: the last one before the path, one that may be on either side of it, and the first one after it.
     """
     before: Sequence[Row] = ()
     after: Sequence[Row] = ()
@@ -215,16 +215,16 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
     sides = iter(found)
     for i, row in enumerate(path):
         below, above = next(sides), next(sides)
-        here = next((ChildRow.unpack(one.value) for one in below if one.key == row), None)
-        # those of deeper steps are nearer
+        here = next((Child.unpack(one.value) for one in below if one.key == row), None)
+        # the rows of deeper steps are nearer
         before = [one for one in below if one.key != row][:1] or before
         after = above or after
         if here is None or not here.has_more:
             beside = here.page if here is not None else None
             break
         if here.page is not None:
-            # it ends here, and so comes before the others
-            before = [Row(row, ChildRow(here.page).pack())]
+            # a page that ends here comes before the others
+            before = [Row(row, Child(here.page).pack())]
         if i == len(path) - 1:
             after = view.ranges([under(node_below(row), 1)])[0] or after
     keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
@@ -237,7 +237,7 @@ def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
         child = ChildRow.unpack(rows[0].value) if rows else None
         if child is None or (child.page is not None and not (child.has_more and last)):
             return child.page if child is not None else None
-        # those that go on come after the one that ends here
+        # pages that go on come after the one that ends here
         below = view.ranges([under(node_below(rows[0].key), 1)._replace(reverse=last)])[0]
         if not below:
             return child.page
@@ -246,13 +246,13 @@ def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
 
 
 def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) -> list[list[bytes]]:
-    """The pages below each of these nodes, in the order of the location's rows: the first `at_most` of each."""
+    """The pages under each node, in the order of the location's rows; of each node the first `at_most`."""
     return pages_below(view, view.ranges([under(node, at_most) for node in nodes]), at_most)
 
 
 def pages_below(view: View, found: Sequence[Sequence[Row]], at_most: int | None = None) -> list[list[bytes]]:
-    """As `children_of`, from the rows under each node."""
-    levels: list[list[list[tuple[bytes, ChildRow]]]] = []
+    """As `children_of`, given the rows under each node."""
+    levels: list[list[list[tuple[bytes, Child]]]] = []
     while found and len(levels) < DEEPEST:
         rows = [[(row.key, child) for row in some if (child := ChildRow.unpack(row.value))] for some in found]
         levels.append(rows)
