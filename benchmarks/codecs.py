@@ -112,7 +112,7 @@ class Restores:
                 buffer.view[:] = state
                 tokens = self.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes()
                 new = PendingPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
-                assert engine.captures.announce(new)
+                assert engine.write_queue.announce(new)
                 assert engine.commit([new]) == 1
                 buffer.release()
                 parent = new.page.key

@@ -113,17 +113,17 @@ class Writer:
                 self.times.append(time.perf_counter() - started)
             return done
 
-        self._engine.captures._commit_batch = timed
+        self._engine.write_queue._commit_batch = timed
 
     def insert(self) -> None:
         """Insert the first page of a new conversation, and wait until it is committed."""
         tokens = self._rng.integers(0, filled.VOCABULARY, filled.PAGE_TOKENS).astype("<i4").tobytes()
-        buffer = self._engine.captures.acquire(len(filled.PAYLOAD), wait=True)
+        buffer = self._engine.write_queue.acquire(len(filled.PAYLOAD), wait=True)
         assert buffer is not None
         buffer.view[:] = filled.PAYLOAD
         space = self._space
         new = PendingPage.of(space.key, space.canonical, space.key, 0, tokens, buffer, filled.COMPUTE_US)
-        assert self._engine.captures.submit(new)
+        assert self._engine.write_queue.submit(new)
         while True:
             try:
                 self._engine.drain()

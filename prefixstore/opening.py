@@ -271,7 +271,7 @@ class OpenLocation:
         except StorageError:
             # a failing location is when the counters are needed
             used, stored, raw = engine.upkeep.last_used()
-        pending_pages, pending_snapshots = engine.captures.pending
+        pending_pages, pending_snapshots = engine.write_queue.pending
         counted: dict[str, Any] = {name: count[name] for name in COUNTS}
         counted |= {name: count.group(group) for name, group in GROUPS.items()}
         counted |= {f"{name}_seconds": count.seconds(name) for name in TIMES}

@@ -105,8 +105,8 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
             for new in store.pages(tokens):
-                writer.captures.submit(new)
-        assert writer.captures.submit(snapshot_of(store, A[:5]))
+                writer.write_queue.submit(new)
+        assert writer.write_queue.submit(snapshot_of(store, A[:5]))
         text = text_of(registry)
         assert value(text, "prefixstore_pending_pages", form="page") == 2
         assert value(text, "prefixstore_pending_pages", form="snapshot") == 1

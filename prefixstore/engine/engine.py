@@ -33,11 +33,11 @@ from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.queue import Captures
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Admit, Fetcher, Look, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.upkeep import Upkeep
+from prefixstore.engine.write_queue import WriteQueue
 from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
@@ -145,7 +145,7 @@ class Engine:
             housekeeping=self._housekeeping,
         )
         self.importer = Importer(shared, self._committer)
-        self.captures = Captures(
+        self.write_queue = WriteQueue(
             shared,
             self.lookups,
             self._committer,
@@ -296,7 +296,7 @@ class Engine:
     @property
     def queued_bytes(self) -> int:
         """Bytes captured and not yet written."""
-        return self.captures.n_bytes
+        return self.write_queue.n_bytes
 
     @handed_over
     def drain(self) -> None:
@@ -307,7 +307,7 @@ class Engine:
         UnavailableError
             If the location does not take anything for half a minute.
         """
-        self.captures.drain()
+        self.write_queue.drain()
 
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""
@@ -360,20 +360,20 @@ class Engine:
 
     @handed_over
     def _close(self) -> None:
-        if self.captures.is_here:
+        if self.write_queue.is_here:
             close_soon(self)
             return
         with self._ending:
             # a write thread that no caller waits for releases the backend when it ends
-            if self.is_closed or self.captures.is_on_its_own:
+            if self.is_closed or self.write_queue.is_on_its_own:
                 return
             try:
-                self.captures.close()
-                if not self.read_only and not self.captures.is_on_its_own:
+                self.write_queue.close()
+                if not self.read_only and not self.write_queue.is_on_its_own:
                     self._notes.save(closing=True)
                     self.sync()
             finally:
-                if not self.captures.is_on_its_own:
+                if not self.write_queue.is_on_its_own:
                     self._release()
 
     def _end(self) -> None:

@@ -7,7 +7,7 @@ alone.
     match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
     fetching                                       the near one for the first pages, the far one for the others
     touch, condemn                                 each for its own pages
-    captures.submit, captures.thin                 the near one now, the far one later
+    write_queue.submit, write_queue.thin           the near one now, the far one later
     flush, drain(), sync, close                    both
     describe, upkeep.check, clear, pin, namespaces both
     all others (evict, delete, used, bookmarks)    the near one
@@ -29,8 +29,8 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page import Page, Path
 from prefixstore.engine.pending import DropReason, PendingPage
-from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
+from prefixstore.engine.write_queue import BATCH_BYTES
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.codec import verify_payload
 from prefixstore.format.keys import SNAPSHOT
@@ -76,12 +76,12 @@ class FarEngine(Engine):
         """Have a captured page written here, too, from the same memory. Dropped and counted if too much waits."""
         if self.read_only:
             return
-        buffer = self.captures.adopt(state)
+        buffer = self.write_queue.adopt(state)
         if buffer is None:
             self.counters.count("dropped:queue_full")
         else:
             page = page_for(new.page, is_far=True)
-            self.captures.take(PendingPage(page, new.settings, buffer, is_wanted=new.is_wanted), None)
+            self.write_queue.take(PendingPage(page, new.settings, buffer, is_wanted=new.is_wanted), None)
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """As `Engine.commit`; pages that are missing here before these are written first."""
@@ -148,7 +148,7 @@ class TieredEngine(Engine):
 
     def _start(self) -> None:
         super()._start()
-        self.upkeep.behind = self.captures.behind = lambda: self.far
+        self.upkeep.behind = self.write_queue.behind = lambda: self.far
         # a query of the far location that is no longer waited for
         self._overdue: Answer[Path] | None = None
 
@@ -214,7 +214,7 @@ class TieredEngine(Engine):
         `n_tokens` have to be computed without it.
         """
         seconds = None
-        if self._max_delay is not None and not self.captures.stores_all:
+        if self._max_delay is not None and not self.write_queue.stores_all:
             known = self.token_seconds
             seconds = max(self._max_delay, SHARE * n_tokens * known) if known else self._max_delay + UNKNOWN_SECONDS
         # read once: another thread may set it to None
@@ -276,13 +276,13 @@ class TieredEngine(Engine):
         if self._catalog.get(page.key) is not None:
             return True
         settings = self._settings.get(page.namespace)
-        buffer = self.captures.acquire(len(state)) if settings is not None else None
+        buffer = self.write_queue.acquire(len(state)) if settings is not None else None
         if settings is None or buffer is None:
             return False
         new = PendingPage(page_for(page, is_far=False), settings, buffer)
         buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
-        is_kept = self.captures.take(new, None)
+        is_kept = self.write_queue.take(new, None)
         if is_kept:
             self.counters.count("kept")
         return is_kept
@@ -295,7 +295,7 @@ class TieredEngine(Engine):
         if not self.far.read_only and not self.far.is_failing:
             far = [page if page.is_far else page_for(page, is_far=True) for page in pages]
             self.far.touch(namespace, far, n_tokens)
-            self.far.captures.nudge()
+            self.far.write_queue.nudge()
 
     def condemn(self, page: Page) -> None:
         """As `Engine.condemn`, in the location that has given the page."""

@@ -10,7 +10,7 @@ import numpy as np
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.pending import PendingPage
-from prefixstore.engine.queue import BATCH_BYTES
+from prefixstore.engine.write_queue import BATCH_BYTES
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
@@ -144,8 +144,8 @@ class Capture:
         # those along the sequence that are too many now
         key, step = self._place.namespace.key, self._place.page_tokens
         keep, interval = self._parameters.max_snapshots, self._parameters.snapshot_interval
-        if self._engine.captures.thin(key, tokens, step, keep, interval, self._valued):
-            self._engine.captures.nudge()
+        if self._engine.write_queue.thin(key, tokens, step, keep, interval, self._valued):
+            self._engine.write_queue.nudge()
         return captured
 
     def _last_boundary(self, tokens: Tokens) -> tuple[bytes, int]:
@@ -171,11 +171,11 @@ class Capture:
 
     def acquire(self, size: int) -> PooledBuffer | None:
         """A buffer for a page; None if too much is queued."""
-        buffer = self._engine.captures.acquire(size)
+        buffer = self._engine.write_queue.acquire(size)
         if buffer is None:
             # these may be what others wait for
             self._hand_over()
-            buffer = self._engine.captures.acquire(size, wait=self._wait)
+            buffer = self._engine.write_queue.acquire(size, wait=self._wait)
         return buffer
 
     def add(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> None:
@@ -204,7 +204,7 @@ class Capture:
 
     def _hand_over(self) -> None:
         added, self._added = self._added, []
-        for new in self._engine.captures.submit(*added) if added else ():
+        for new in self._engine.write_queue.submit(*added) if added else ():
             self._engine.counters.count("pages_captured" if new.page.form == PAGE else "snapshots_captured")
             self._wanted.append(new)
 

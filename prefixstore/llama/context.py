@@ -234,7 +234,7 @@ class Context:
     def note_use(self, place: Place, pages: Sequence[Page], n_tokens: int) -> None:
         """Note that a prompt of so many tokens began with these pages; none for a miss."""
         self.engine.touch(place.namespace.key, pages, n_tokens)
-        self.engine.captures.nudge()
+        self.engine.write_queue.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
         """Note that the context holds this prompt, and that a token must be decoded before one is sampled."""

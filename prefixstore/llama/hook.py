@@ -415,7 +415,7 @@ class Hook:
     def _capture(self, *, tail: bool) -> None:
         with self.guard():
             # where all is to be stored, it is worth waiting for
-            self._write(tail=tail, wait=self.context.engine.captures.stores_all > 0)
+            self._write(tail=tail, wait=self.context.engine.write_queue.stores_all > 0)
 
     def before_leaving(self) -> None:
         """Capture what the context still has, before it moves to other tokens."""

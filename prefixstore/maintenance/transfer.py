@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from prefixstore.engine.importing import Imported
 from prefixstore.engine.page import Page, is_same
-from prefixstore.engine.queue import BATCH_BYTES
+from prefixstore.engine.write_queue import BATCH_BYTES
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
 from prefixstore.format.namespace import Namespace, model_digits

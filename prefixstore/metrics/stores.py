@@ -215,7 +215,7 @@ METRICS: dict[str, Metric] = {
     ),
     "pending_pages": _gauge(
         "Pages and snapshots captured but not yet written.",
-        lambda engine: dict(zip(FORMS, engine.captures.pending, strict=True)),
+        lambda engine: dict(zip(FORMS, engine.write_queue.pending, strict=True)),
         "form",
     ),
     "queued_bytes": _gauge("Bytes captured but not yet written.", lambda engine: engine.queued_bytes),

@@ -162,7 +162,7 @@ class StoredSequences:
                 engine.counters.count("miss:unreadable", namespace=states.place.namespace.key)
                 return None
             engine.touch(states.place.namespace.key, found.pages, len(tokens))
-            engine.captures.nudge()
+            engine.write_queue.nudge()
             seconds = time.perf_counter() - started
             engine.counters.restored(len(tokens), seconds, namespace=states.place.namespace.key)
             return self._protocol.Load(tokens=tokens.tolist(), state_bytes=state)

@@ -287,7 +287,7 @@ class SlotStore:
             self.directory.load(self.server, slot, n, file.buffer)
             seconds = time.perf_counter() - started
             self.engine.touch(way.place(place).namespace.key, used, len(prompt))
-            self.engine.captures.nudge()
+            self.engine.write_queue.nudge()
             return Restored(n, len(file.data), seconds, self._count(place, used, n, seconds))
 
     def _not_restored(self, reason: str, place: Place) -> Restored:

@@ -191,7 +191,7 @@ class Sessions:
                 evicted = self._table.used(entry)
             self._table.forget(evicted)
             # completions use the store, which keeps everything that is captured
-            self._engine.captures.wants_all = True
+            self._engine.write_queue.wants_all = True
             llm.cache = self._store
             session.resume()
             self.count(f"session:{session.source}")
@@ -199,7 +199,7 @@ class Sessions:
 
     def give_back(self, turn: Turn) -> None:
         """Undo what a turn has changed. Does nothing the second time."""
-        self._engine.captures.wants_all = False
+        self._engine.write_queue.wants_all = False
         llm: Any = self.hook.context.llm_or_none
         # a store that was detached meanwhile is no cache any more
         if llm is not None and llm.cache is self._store:

@@ -104,7 +104,7 @@ class Table:
             self._engine.counters.count("session_evicted")
             with self._hook.guard():
                 # not if another process has continued it
-                self._engine.captures.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
+                self._engine.write_queue.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
 
     def hold(self, entry: SessionEntry, tokens: Tokens) -> None:
         """Note what a session holds from now on, and save it."""
@@ -140,7 +140,7 @@ class Table:
         saved = set(self._whole(bookmarks)) - left if name is None else bookmarks.keys() & {name}
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
-                self._engine.captures.set_bookmark(self._namespace, each_name, Unset())
+                self._engine.write_queue.set_bookmark(self._namespace, each_name, Unset())
         return len(saved | {each.name for each in gone})
 
     # -- what is saved ------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Table:
         rest, n = entry.tokens[end:].tobytes(), len(entry.tokens)
         is_stored = n >= max(self._min_tokens, 1)
         bookmark = Bookmark(page, rest, n, form, entry.generation, entry.set_at) if is_stored else Unset(entry.set_at)
-        self._engine.captures.set_bookmark(self._namespace, entry.name, bookmark)
+        self._engine.write_queue.set_bookmark(self._namespace, entry.name, bookmark)
 
 
 def _now(before: int) -> int:

@@ -111,7 +111,7 @@ class InEngine(AbstractContextManager["InEngine"]):
         for start in range(n_whole * page, end, page):
             piece = raw[start * TOKEN_BYTES : (start + page) * TOKEN_BYTES]
             new = PendingPage.of(namespace, b"{}", parent, start, piece, self._lease)
-            if not self._engine.captures.announce(new):
+            if not self._engine.write_queue.announce(new):
                 break
             batch.append(new)
             parent = new.page.key

@@ -270,7 +270,7 @@ class Job:
         """Visit all prompts; afterwards all are stored, or the job was interrupted, or the store is full."""
         self._show()
         engine = self.store.engine
-        with engine.counters.not_serving(), engine.captures.storing_all():
+        with engine.counters.not_serving(), engine.write_queue.storing_all():
             try:
                 self._walk()
             finally:

@@ -98,12 +98,12 @@ class Member:
             key = page_key(parent, piece, form)
             if not engine.lookups.has(key):
                 state = state_of(key)
-                buffer = engine.captures.acquire(len(state))
+                buffer = engine.write_queue.acquire(len(state))
                 if buffer is None:
                     return
                 buffer.view[:] = state
                 new = PendingPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
-                engine.captures.submit(new)
+                engine.write_queue.submit(new)
             parent = key
 
     def fetch(self, store: PrefixStore) -> None:
@@ -125,7 +125,7 @@ class Member:
                     raise AssertionError("a page of other tokens was found")
                 loaded.append(page)
         engine.touch(namespace, loaded)
-        engine.captures.nudge()
+        engine.write_queue.nudge()
 
     def pin(self, store: PrefixStore) -> None:
         store.engine.upkeep.pin(space_of(store).key, as_tokens(self.tokens()[:8]), P, pinned=True)
@@ -136,7 +136,7 @@ class Member:
             store.engine.upkeep.pin(space_of(store).key, as_tokens(start * 8), P, pinned=False)
 
     def thin(self, store: PrefixStore) -> None:
-        store.engine.captures.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
+        store.engine.write_queue.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
 
     def flush(self, store: PrefixStore) -> None:
         store.flush()

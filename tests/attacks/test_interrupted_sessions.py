@@ -47,7 +47,7 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
             assert found["choices"][0]["text"] == texts[at % 2], where
             assert len(sessions.queue) == 0, where
             assert llm.cache is None, where
-            assert not store.engine.captures.wants_all, where
+            assert not store.engine.write_queue.wants_all, where
         assert store.check() == []
     # no cell is left to anybody
     llm.reset()

@@ -29,7 +29,7 @@ D, E = [4] * 12, [5] * 10
 def submitted(store, tokens):
     """Capture a sequence: the pages are written in the background."""
     for new in store.pages(tokens):
-        store.engine.captures.submit(new)
+        store.engine.write_queue.submit(new)
 
 
 def stored(store, tokens):
@@ -62,7 +62,7 @@ WORK = {
     "submit and drain": (captured, False),
     "submit longer": (lambda store: submitted(store, A + B), False),
     "flush": (lambda store: store.engine.flush(), False),
-    "acquire": (lambda store: store.engine.captures.acquire(1000).release(), False),
+    "acquire": (lambda store: store.engine.write_queue.acquire(1000).release(), False),
     "pin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True), False),
     "clear": (lambda store: store.engine.upkeep.clear(NS), True),
     "scrub": (lambda store: store.engine.upkeep.scrub(), False),
@@ -81,7 +81,7 @@ def in_time(what, work):
 def new_store(location, **options):
     """An engine that has stored two sequences, and one whose pages wait to be written."""
     store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
-    store.buffers = store.engine.captures._buffers
+    store.buffers = store.engine.write_queue._buffers
     for tokens in (A, C):
         if store.match(tokens) < 12:
             store.put(tokens)

@@ -36,7 +36,7 @@ def holder(location):
 
 def submit(store, tokens):
     for new in store.pages(tokens):
-        store.engine.captures.submit(new)
+        store.engine.write_queue.submit(new)
 
 
 def ends(work):
@@ -59,7 +59,7 @@ def store(request, tmp_path, impatient):
     """A store that has a sequence, in a location of each kind."""
     location = place(request.param, tmp_path, request)
     made = Store(open_pages(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
-    made.buffers = made.engine.captures._buffers
+    made.buffers = made.engine.write_queue._buffers
     made.put(A)
     made.location = location
     return made
@@ -111,7 +111,7 @@ def drained(store):
 def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(store):
     with holder(store.location) as process:
         submit(store, B)
-        writer = store.engine.captures._thread
+        writer = store.engine.write_queue._thread
         ends(store.engine.close)
         process.kill()
         process.wait(PATIENCE)

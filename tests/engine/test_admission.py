@@ -89,7 +89,7 @@ def test_pinned_and_wanted_pages_are_admitted_always():
     with closing(store_with(policy, max_entries=2)) as store:
         store.put(prompt(1, 1))
         store.put(prompt(2, 1))
-        with store.engine.captures.storing_all():
+        with store.engine.write_queue.storing_all():
             assert store.put(prompt(3, 2)) == 2
         assert store.match(prompt(3, 2)) == 2 * P
         assert store.put(prompt(4, 1)) == 0

@@ -109,7 +109,7 @@ def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
         assert store.match(tokens) == 0
         assert steps["expired"] == 1
         # they are deleted some at a time
-        while store.engine.captures.has_deferred:
+        while store.engine.write_queue.has_deferred:
             before = len(store.stored_keys())
             store.engine.commit([])
             assert 0 < before - len(store.stored_keys()) <= 512
@@ -154,7 +154,7 @@ def test_damaged_pages_are_deleted_and_repairs_are_made_some_at_a_time():
         store.put([9] * P)
         store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1])
         scans, left = store.backend.calls["scan"], n_pages + 1
-        while store.engine.captures.has_deferred:
+        while store.engine.write_queue.has_deferred:
             store.engine.commit([])
             with store.backend.inner.view() as view:
                 entries = view.used.entries

@@ -59,7 +59,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
     for write_behind in (True, False):
         store = watch.open(options={"write_behind": write_behind})
         for new in store.pages(A):
-            assert store.engine.captures.submit(new)
+            assert store.engine.write_queue.submit(new)
         store.engine.flush()
         assert len(store.stored_keys()) == 3
     # the watch sees what it looks for
@@ -86,7 +86,7 @@ def test_space_is_made_without_the_lock(watch, clock):
     # thinning: of a pending snapshot, and of stored ones
     put_snapshots(store, A[:8], [5, 6])
     pending = snapshot_of(store, A[:7])
-    assert engine.captures.announce(pending)
-    assert engine.captures.thin(NS, as_tokens(A), P, 1, 8) == 2
+    assert engine.write_queue.announce(pending)
+    assert engine.write_queue.thin(NS, as_tokens(A), P, 1, 8) == 2
     engine.commit([pending])
     assert store.match_snapshot(A) == 7

@@ -48,10 +48,10 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
         assert store.match(tokens) == (4 if damage in ("record", "other tokens") else 16)
         assert store.fetch(tokens) == 1
         assert store.match(tokens) == 4
-        assert store.engine.captures.has_deferred
+        assert store.engine.write_queue.has_deferred
         assert store.engine.commit([]) == 0
         assert store.counters["corrupt"] == 3
-        assert not store.engine.captures.has_deferred
+        assert not store.engine.write_queue.has_deferred
         assert store.engine.upkeep.check() == []
         assert store.match([7] * 8) == 8
         assert store.put(tokens) == 3
@@ -71,7 +71,7 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert store.match(A) == 4
         batch = store.pages(A)
-        announced = [new for new in [*batch, *store.pages(C)] if store.engine.captures.announce(new)]
+        announced = [new for new in [*batch, *store.pages(C)] if store.engine.write_queue.announce(new)]
         # A's second page may not be replaced, so its children cannot be stored; C can
         assert store.engine.commit(announced) == 3
         assert sum(store.counters.group("dropped").values()) == len(announced) - 3

@@ -83,7 +83,7 @@ def store_of(codecs, pending=0):
     """A store with a page for each of these codecs, and some that wait to be written."""
     with engine_of(Watcher(), state_of=compressible) as store:
         left = iter(codecs)
-        store.engine.captures._committer._encode = lambda namespace, raw: encode(raw, next(left))
+        store.engine.write_queue._committer._encode = lambda namespace, raw: encode(raw, next(left))
         store.tokens = [i for i in range(len(codecs) + pending) for _ in range(P)]
         store.news = store.announce(store.tokens, SIZE)
         assert store.engine.commit(store.news[: len(codecs)]) == len(codecs)

@@ -120,12 +120,12 @@ def test_prompts_of_a_job_and_those_that_bypass_the_store_do_not_count_and_pages
 def test_what_was_counted_is_written_after_a_while_without_a_page(monkeypatch):
     with store_of() as store:
         ask(store, 1)
-        assert not store.engine.captures.has_deferred
+        assert not store.engine.write_queue.has_deferred
         monkeypatch.setattr("prefixstore.engine.saved_notes.FIGURE_SECONDS", 0.0)
-        assert store.engine.captures.has_deferred
+        assert store.engine.write_queue.has_deferred
         store.engine.commit([])
         assert kept(store.backend).total().lookups == 1
-        assert not store.engine.captures.has_deferred
+        assert not store.engine.write_queue.has_deferred
 
 
 def test_a_fault_after_a_commit_costs_none_of_its_pages(monkeypatch):
@@ -235,12 +235,12 @@ def test_a_store_that_only_reads_writes_nothing():
         store.open(read_only=True)
         ask(store, 2)
         assert store.fetch(A) == 3
-        store.engine.captures.nudge()
+        store.engine.write_queue.nudge()
         keep(store)
         assert contents(store.backend) == before
         assert NOTE not in notes_of(store)
         # nothing waits for a commit that never comes
-        assert not store.engine.captures.has_deferred
+        assert not store.engine.write_queue.has_deferred
         assert store.counters.group("dropped") == {}
         assert store.engine.history().total().lookups == 2
         assert store.engine.counters.unwritten()

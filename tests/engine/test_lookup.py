@@ -55,7 +55,7 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
             continue
         waiting += store.announce(tokens[: len(tokens) // 4 * 4], 0)
         new = snapshot_of(store, tokens)
-        if store.engine.captures.announce(new):
+        if store.engine.write_queue.announce(new):
             waiting.append(new)
         known.append(tokens)
         if step % 3 == 2:

@@ -33,10 +33,10 @@ def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         assert store.engine.upkeep.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
-        assert store.engine.captures.thin(NS, as_tokens(tokens), P, 2, 8) == 3
-        assert store.engine.captures.has_deferred
+        assert store.engine.write_queue.thin(NS, as_tokens(tokens), P, 2, 8) == 3
+        assert store.engine.write_queue.has_deferred
         store.engine.commit([])
-        assert not store.engine.captures.has_deferred
+        assert not store.engine.write_queue.has_deferred
         with store.backend.view() as view:
             left = [record.start + len(record.tokens) // 4 for _, record, _ in view.scan() if record.form == SNAPSHOT]
         assert 17 in left
@@ -44,7 +44,7 @@ def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
         assert len(left) <= 3
         # a thinned snapshot can be captured again, before and after it was deleted
         assert put_snapshots(store, tokens, [8]) == 1
-        store.engine.captures.thin(NS, as_tokens(tokens), P, 1, 8)
+        store.engine.write_queue.thin(NS, as_tokens(tokens), P, 1, 8)
         assert put_snapshots(store, tokens, [8]) == 1
         assert store.match_snapshot(tokens[:9]) == 8
         store.engine.commit([])
@@ -57,8 +57,8 @@ def test_pending_snapshots_that_are_thinned_are_never_written():
         store.put(tokens, 0)
         news = [snapshot_of(store, tokens[:n]) for n in (8, 17, 29)]
         for new in news:
-            assert store.engine.captures.announce(new)
-        store.engine.captures.thin(NS, as_tokens(tokens), P, 1, 8)
+            assert store.engine.write_queue.announce(new)
+        store.engine.write_queue.thin(NS, as_tokens(tokens), P, 1, 8)
         assert store.engine.commit(news) == 1
         assert store.match_snapshot(tokens) == 29
 
@@ -69,6 +69,6 @@ def test_the_snapshot_before_a_branch_and_a_valued_one_are_thinned_last():
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         store.put([*tokens[:19], *range(100, 130)], 0)
         for keep, valued, found in ((3, [29], 29), (2, [], 17)):
-            store.engine.captures.thin(NS, as_tokens(tokens), P, keep, 8, valued)
+            store.engine.write_queue.thin(NS, as_tokens(tokens), P, keep, 8, valued)
             store.engine.commit([])
             assert store.match_snapshot(tokens[:40]) == found

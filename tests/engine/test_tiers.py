@@ -86,11 +86,11 @@ class Tiers(Store):
         n, tokens = 0, as_tokens(tokens)
         parents = [SPACE.key, *page_keys(SPACE.key, tokens, P)]
         for start, end in self.engine.lookups.missing(SPACE.key, tokens, P, tail=True):
-            buffer = self.engine.captures.acquire(size, wait=True)
+            buffer = self.engine.write_queue.acquire(size, wait=True)
             piece = tokens[start:end].tobytes()
             new = PendingPage.of(SPACE.key, self.settings, parents[start // P], start, piece, buffer)
             buffer.view[:] = self.state_of(new.page.key, size)
-            n += len(self.engine.captures.submit(new))
+            n += len(self.engine.write_queue.submit(new))
         return n
 
     def restore(self, tokens, **options):
@@ -225,9 +225,9 @@ def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
 
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
     thinned = set()
-    monkeypatch.setattr("prefixstore.engine.queue.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
+    monkeypatch.setattr("prefixstore.engine.write_queue.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
     with tiers() as store:
-        store.engine.captures.thin(SPACE.key, as_tokens(A), P, 1, P)
+        store.engine.write_queue.thin(SPACE.key, as_tokens(A), P, 1, P)
         wait_for(lambda: len(thinned) == 2, "both are thinned")
     assert thinned == {store.engine._catalog, store.far._catalog}
 

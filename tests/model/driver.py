@@ -147,7 +147,7 @@ class Store:
         return taken
 
     def _heal_when_closing(self) -> None:
-        while not self._engine.captures._closing:
+        while not self._engine.write_queue._closing:
             time.sleep(0.001)
         self._heal()
 
@@ -196,7 +196,7 @@ class Store:
 
     def _submit_together(self, pages: Sequence[Page]) -> list[Page]:
         """Have all pages of a sequence written together; those that were taken."""
-        with self._engine.captures._lock:
+        with self._engine.write_queue._lock:
             return [page for page in pages if self._submit(page)]
 
     def _submit(self, page: Page) -> bool:
@@ -204,12 +204,12 @@ class Store:
         parent = _key(page.parent) if page.parent is not None else namespace.key
         piece = as_tokens(page.tokens[page.start :]).tobytes()
         form = SNAPSHOT if page.is_snapshot else PAGE
-        buffer = self._engine.captures.acquire(len(state))
+        buffer = self._engine.write_queue.acquire(len(state))
         if buffer is None:
             return False
         buffer.view[:] = state
         new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
-        return bool(self._engine.captures.submit(new))
+        return bool(self._engine.write_queue.submit(new))
 
     # -- users and operators ------------------------------------------------------------------------------------------
 

@@ -376,7 +376,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             with wrong.engine.fetching(wrong.engine.match(mine.key, np.asarray(tokens, "<i4"), 256).pages) as states:
                 data = [bytes(state) for state in states]
         for i, state in enumerate(data[:2]):
-            buffer = slots.engine.captures.acquire(len(state))
+            buffer = slots.engine.write_queue.acquire(len(state))
             buffer.view[:] = state
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key

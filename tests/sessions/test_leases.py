@@ -31,7 +31,7 @@ def assert_free(llm, store, sessions):
     assert len(sessions.queue) == 0
     assert sessions.turn is None
     assert llm.cache is None
-    assert not store.engine.captures.wants_all
+    assert not store.engine.write_queue.wants_all
 
 
 # -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
         "nothing": replace(known["alice"], page=namespace, rest=b"", n_tokens=0),
     }
     for name, bookmark in forged.items():
-        engine.captures.set_bookmark(namespace, name, bookmark)
+        engine.write_queue.set_bookmark(namespace, name, bookmark)
     assert set(store.sessions().names()) == {"alice", "bob", "carol"}
     store.flush()
     assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}

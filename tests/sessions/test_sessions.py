@@ -241,7 +241,7 @@ STEPS = {
     "capture": lambda store: type(store._current.strategy),
     "before_leaving": lambda store: type(store._current.strategy),
     "known": lambda store: Session,
-    "set_bookmark": lambda store: type(store.engine.captures),
+    "set_bookmark": lambda store: type(store.engine.write_queue),
     **{name: lambda store: type(store.engine.bookmarks) for name in ("read", "whole")},
 }
 

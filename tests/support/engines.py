@@ -87,7 +87,7 @@ class Store:
         return news
 
     def announce(self, tokens, size=1000, **options) -> list[PendingPage]:
-        return [new for new in self.pages(tokens, size, **options) if self.engine.captures.announce(new)]
+        return [new for new in self.pages(tokens, size, **options) if self.engine.write_queue.announce(new)]
 
     def put(self, tokens, size=1000, **options) -> int:
         """Store what is missing of a sequence; how many pages of it were written."""
@@ -152,11 +152,11 @@ def two_stores(path, **options):
 def writer_of(store, queue_bytes=MIB, *, read_only=False):
     """Replace the engine of a store by one with these options, whose captures end with the block."""
     store.open(queue_bytes=queue_bytes, read_only=read_only)
-    store.buffers = store.engine.captures._buffers
+    store.buffers = store.engine.write_queue._buffers
     try:
         yield store.engine
     finally:
-        store.engine.captures.close()
+        store.engine.write_queue.close()
         if not read_only:
             store.engine.sync()
 
@@ -176,7 +176,7 @@ def put_snapshots(store, tokens, positions) -> int:
     """Store the pages of a sequence, which hold tokens only, and snapshots at these positions."""
     store.put(tokens[: len(tokens) - len(tokens) % P], 0)
     news = [snapshot_of(store, tokens[:n]) for n in positions]
-    return store.engine.commit([new for new in news if store.engine.captures.announce(new)])
+    return store.engine.commit([new for new in news if store.engine.write_queue.announce(new)])
 
 
 def gated(kind, gate):

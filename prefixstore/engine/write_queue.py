@@ -1,4 +1,4 @@
-"""Captured pages until they are stored: a bounded queue, and a thread that commits: the foreground only copies."""
+"""The write queue: captured pages wait in it, in bounded memory, for a thread that commits them in batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefixstore.format.keys import Tokens
 if TYPE_CHECKING:
     from prefixstore.engine.tiers import FarEngine
 
-__all__ = ["BATCH_BYTES", "Captures"]
+__all__ = ["BATCH_BYTES", "WriteQueue"]
 
 log = logging.getLogger("prefixstore")
 
@@ -38,30 +38,30 @@ DEFERRED_SECONDS = 2.0
 NO_PROGRESS_SECONDS = 30.0
 
 
-class Captures(Part):
-    """Takes captured pages, has them matched from then on, and written.
+class WriteQueue(Part):
+    """Queues captured pages: lookups of this process find them at once, and a thread writes them.
 
     Parameters
     ----------
     ttl_ns, priority
-        Of what is captured: nanoseconds after their last use when pages expire, and their priority.
+        Nanoseconds after their last use when captured pages expire, and their priority.
     limit
-        How many bytes may wait; one page of any size always may.
+        How many bytes may wait; a single page may have any size.
     in_background
-        Whether a thread commits, or the caller of `put`.
+        Whether a thread commits; if not, the caller of `put` does.
     on_released
-        Called by the thread when it finally ends, if `close` did not wait for that.
+        Called by the thread when it ends, if `close` did not wait for it.
 
     Attributes
     ----------
     stores_all
-        How many blocks of `storing_all` are open.
+        How many `storing_all` blocks are open.
     wants_all
-        Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
+        Whether the policy may not refuse what is captured now.
     behind
-        Gives the engine of the far one of two locations, where captured pages are written, too; None for one location.
+        Returns the engine of the far location, to which captured pages are written as well; None for one location.
     is_on_its_own
-        Whether no caller waits for the thread any more.
+        Whether `close` has given up waiting for the thread.
     """
 
     behind: Callable[[], FarEngine] | None = None
@@ -97,25 +97,25 @@ class Captures(Part):
         self._queue: deque[PendingPage] = deque()
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        # the thread commits
+        # whether the thread is committing
         self._busy = False
         self._closing = False
-        # the thread should commit now
+        # whether the thread is to commit without waiting for more
         self._flush_requested = False
-        # steps of the thread
+        # how often the thread has been through its loop
         self._steps = 0
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
 
-    # -- what is captured ----------------------------------------------------------------------------------------------
+    # -- captured pages ------------------------------------------------------------------------------------------------
 
     @handed_over
     def submit(self, *news: PendingPage) -> list[PendingPage]:
-        """Have captured pages written, parents first; those that are wanted. The queue owns the buffers then."""
+        """Queue captured pages, parents first; returns those that are wanted. The queue owns all the buffers now."""
         return [new for new in news if self._submit(new)]
 
     def _submit(self, new: PendingPage) -> bool:
-        # the nearer location may have written it, and given the buffer back, before this returns
+        # taken first: the page may be written and its buffer released before `take` returns
         state = new.buffer.view if new.buffer is not None else None
         is_wanted = self.take(new, self._tap())
         if is_wanted and state is not None and self.behind is not None:
@@ -123,7 +123,7 @@ class Captures(Part):
         return is_wanted
 
     def take(self, new: PendingPage, tap: Tap | None) -> bool:
-        """Have a page written to this location, telling only this tap; whether it is wanted."""
+        """Queue a page for this location only, and tell this tap; returns whether the page is wanted."""
         is_wanted = self.announce(new)
         if is_wanted:
             if tap is not None:
@@ -134,20 +134,20 @@ class Captures(Part):
         return is_wanted
 
     def announce(self, new: PendingPage) -> bool:
-        """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
+        """Let lookups find a captured page from now on, as pending; returns whether it is wanted."""
         page = new.page
         page.priority = self._priority
         new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
-        # one that comes from another location may have been used, and so renewed, there
+        # a page from the far location may have been used there, and expire later
         page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
         return self._catalog.announce(new)
 
     @contextmanager
     def storing_all(self) -> Iterator[None]:
-        """In this block, captured pages are stored even if the policy ranks them below what is evicted for them."""
+        """A block in which the policy may not refuse captured pages, in either location."""
         self.stores_all += 1
         try:
-            with self.behind().captures.storing_all() if self.behind is not None else nullcontext():
+            with self.behind().write_queue.storing_all() if self.behind is not None else nullcontext():
                 yield
         finally:
             self.stores_all -= 1
@@ -162,14 +162,14 @@ class Captures(Part):
         interval: int,
         valued: Collection[int] = (),
     ) -> int:
-        """Give up all but `keep` of the snapshots along `tokens`, and pinned ones; how many. See `too_many`.
+        """Delete all but `keep` of the snapshots along `tokens`, except pinned ones; how many. See `too_many`.
 
-        The far location follows later, and is not waited for.
+        The far location does the same in a thread, which is not waited for.
         """
         if self._read_only:
             return 0
         if self.behind is not None:
-            far = self.behind().captures
+            far = self.behind().write_queue
             with suppress(RuntimeError):  # it was closed
                 # of this class
                 later = far._thin_later  # noqa: SLF001
@@ -182,7 +182,7 @@ class Captures(Part):
         return len(doomed)
 
     def _thin_later(self, *arguments: Any) -> None:
-        """As `thin`, when no caller waits for it."""
+        """As `thin`, in a thread of its own: logs what goes wrong."""
         try:
             self.thin(*arguments)
         except PrefixStoreError as error:
@@ -215,7 +215,7 @@ class Captures(Part):
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued. With `wait`, None only if nothing is written."""
-        # handed over only to wait: while another thread computes, that takes longer than copying a page
+        # Only the wait is handed over: while another thread computes, that takes longer than copying a page.
         buffer = self._buffers.acquire(size)
         return self._acquire_later(size) if buffer is None and wait else buffer
 
@@ -224,13 +224,13 @@ class Captures(Part):
         return self._buffers.acquire(size, wait=True, timeout=NO_PROGRESS_SECONDS)
 
     def adopt(self, state: memoryview) -> PooledBuffer | None:
-        """A buffer with the memory of another queue's; None if too much is queued."""
+        """A buffer that shares the memory of another queue's buffer; None if too much is queued."""
         return self._buffers.adopt(state)
 
     def put(self, new: PendingPage) -> None:
-        """Have an announced page written; its buffer is the queue's from here on."""
+        """Queue an announced page, and its buffer; without a thread, write it."""
         with self._lock:
-            # once the thread has been told to end, it would not take it from the queue
+            # a thread that was told to end takes no more pages
             taken = self._in_background and not self._closing and self._start()
             if taken:
                 self._queue.append(new)
@@ -240,13 +240,13 @@ class Captures(Part):
 
     @handed_over
     def nudge(self) -> None:
-        """Have deferred changes committed soon."""
+        """Start the thread, which commits deferred changes soon."""
         if self._in_background and not self._read_only:
             with self._lock:
                 self._start()
 
     def _start(self) -> bool:
-        """Start the thread unless it runs; whether it does. The caller holds the lock, which the thread takes first."""
+        """Start the thread unless it runs; returns whether it does. The caller holds the lock."""
         if self._thread is None and not self._closing:
             thread = OwnThread(self._run, name="prefixstore-write")
             try:
@@ -259,7 +259,7 @@ class Captures(Part):
         return self._thread is not None
 
     def drain(self) -> None:
-        """Wait until the queue is empty: everything put is committed or dropped.
+        """Wait until the queue is empty: each page is committed or dropped.
 
         Raises
         ------
@@ -282,11 +282,11 @@ class Captures(Part):
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit; of a reader, never."""
+        """Whether uses, bookmarks, figures or deletions wait for the next commit; never if this only reads."""
         return self._committer.has_deferred and not self._read_only
 
     def _wait_until_idle(self) -> bool:
-        """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long."""
+        """Wait, with the lock held, until the thread is idle; False if it makes no progress for too long."""
         while self._queue or self._busy or self._flush_requested:
             before = self._steps
             if not self._wake.wait_for(partial(self._has_progressed, before), NO_PROGRESS_SECONDS):
@@ -298,16 +298,16 @@ class Captures(Part):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread of the queue, which cannot wait for itself."""
+        """Whether the calling thread is the queue's own, which cannot wait for itself."""
         return self._thread is threading.current_thread()
 
     def close(self) -> None:
-        """Write what waits, and end the thread.
+        """Write what is queued, and end the thread.
 
         Raises
         ------
         UnavailableError
-            As `drain`. What waits is dropped then, and the thread calls `on_released` when it finally ends.
+            As `drain`. What is queued is dropped then, and the thread calls `on_released` when it ends.
         """
         left: list[PendingPage] = []
         with self._lock:
@@ -334,7 +334,7 @@ class Captures(Part):
             self._thread = None
 
     def _run(self) -> None:
-        # when changes without pages are committed
+        # when deferred changes are committed even without pages
         due = time.monotonic() + DEFERRED_SECONDS
         while True:
             with self._lock:

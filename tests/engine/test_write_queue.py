@@ -15,7 +15,7 @@ from tests.support.faults import FaultyBackend, FlakyBackend
 
 def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_what_is_queued(monkeypatch):
     # longer than a test may take: the thread would wait for itself
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
+    monkeypatch.setattr("prefixstore.engine.write_queue.NO_PROGRESS_SECONDS", 1000.0)
     gate, closed = threading.Event(), threading.Event()
 
     class ClosedInside(FlakyBackend):
@@ -33,7 +33,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
     store = Store(ClosedInside(MemoryPages()))
     for tokens in (A, B):
         for new in store.pages(tokens):
-            assert store.engine.captures.submit(new)
+            assert store.engine.write_queue.submit(new)
     gate.set()
     assert closed.wait(PATIENCE)
     assert len(store.stored_keys()) == 6
@@ -48,12 +48,14 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store, queue_bytes=2500) as writer:
         for number in (1, 2):
             (new,) = store.pages([number] * 4)
-            assert writer.captures.submit(new)
+            assert writer.write_queue.submit(new)
         assert writer.queued_bytes == 2000
-        assert writer.captures.acquire(1000) is None
-        assert writer.captures.acquire(500) is not None
+        assert writer.write_queue.acquire(1000) is None
+        assert writer.write_queue.acquire(500) is not None
         waiting = []
-        thread = threading.Thread(target=lambda: waiting.append(writer.captures.acquire(1000, wait=True)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: waiting.append(writer.write_queue.acquire(1000, wait=True)), daemon=True
+        )
         thread.start()
         gate.set()
         thread.join(PATIENCE)
@@ -63,24 +65,24 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
 
 
 def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr("prefixstore.engine.write_queue.NO_PROGRESS_SECONDS", 0.05)
     with store_of() as store, writer_of(store, queue_bytes=1000) as writer:
-        held = writer.captures.acquire(1000)
-        assert writer.captures.acquire(1000, wait=True) is None
+        held = writer.write_queue.acquire(1000)
+        assert writer.write_queue.acquire(1000, wait=True) is None
         held.release()
-        writer.captures.acquire(1000, wait=True).release()
+        writer.write_queue.acquire(1000, wait=True).release()
 
 
 def test_others_who_wait_or_capture_do_not_make_a_hanging_location_look_alive(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.5)
+    monkeypatch.setattr("prefixstore.engine.write_queue.NO_PROGRESS_SECONDS", 0.5)
     gate, ended = threading.Event(), threading.Event()
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        writer.captures.submit(store.pages(A)[0])
+        writer.write_queue.submit(store.pages(A)[0])
 
         def wake():
             while not ended.wait(0.05):
-                with writer.captures._lock:
-                    writer.captures._wake.notify_all()
+                with writer.write_queue._lock:
+                    writer.write_queue._wake.notify_all()
 
         thread = threading.Thread(target=wake)
         thread.start()
@@ -97,15 +99,15 @@ def test_a_bug_does_not_end_the_thread_of_the_queue():
     backend = FaultyBackend(MemoryPages(), "put", ZeroDivisionError(), at=2)
     with store_of(backend) as store, writer_of(store) as writer:
         for new in store.pages(A[:4]):
-            writer.captures.submit(new)
+            writer.write_queue.submit(new)
         writer.flush()
         for new in store.pages(B[:4]):
-            writer.captures.submit(new)
+            writer.write_queue.submit(new)
         writer.drain()
         assert store.counters.group("dropped") == {"error": 1}
         assert store.match(B) == 0
         for new in store.pages(B):
-            writer.captures.submit(new)
+            writer.write_queue.submit(new)
         writer.flush()
         assert store.fetch(B) == 3
         assert writer.queued_bytes == 0
