@@ -67,8 +67,8 @@ RECORD_SEAL = struct.Struct("<Q")
 USAGE = struct.Struct("<" + "".join(_USAGE_FIELDS.values()))
 # how much later than now a use can have been, by the clock of another machine
 CLOCK_SLACK = 300 * 10**9
-# the largest time or size: every database has an integer type for it
-LARGEST = 2**63 - 1
+# the largest time: every database has an integer type for it; and the most bytes of a page: those of all are added up
+LARGEST, MOST_BYTES = 2**63 - 1, 2**40
 # more uses are not told apart
 MOST_USES = 2**16 - 1
 
@@ -247,7 +247,7 @@ class Record:
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created, form)
         if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
             raise CorruptError(f"record {key.hex()} belongs to another page")
-        if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
+        if (form == PAGE and not tokens) or max(raw, size) > MOST_BYTES or created > LARGEST:
             raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record
 
@@ -299,6 +299,8 @@ def head_of(stored: Buffer) -> Head | None:
     if _seal(stored[: -RECORD_SEAL.size]) != stored[-RECORD_SEAL.size :]:
         return None
     _, _, form, _, n_tokens, start, _, raw, size, _, namespace, parent, _ = RECORD.unpack_from(stored)
+    if max(raw, size) > MOST_BYTES:
+        return None
     return Head(namespace, parent, start, n_tokens, raw, size, form)
 
 
@@ -352,9 +354,8 @@ def facts_of(
         & (sizes == RECORD.size + TOKEN_BYTES * record["n_tokens"].astype(np.int64) + RECORD_SEAL.size)
         & ((usage_sizes == USAGE.size) | ~is_used)
     )
-    for fields, bounded in ((record, ("raw_bytes", "stored_bytes", "created")), (usage, ("last_used", "expires"))):
-        for name in bounded:
-            readable &= fields[name] <= LARGEST
+    readable &= np.maximum(record["raw_bytes"], record["stored_bytes"]) <= MOST_BYTES
+    readable &= np.maximum.reduce([record["created"], usage["last_used"], usage["expires"]]) <= LARGEST
     for fields, names in ((record, _OF_RECORD), (usage, _OF_USAGE)):
         for name in names:
             facts[name][readable] = fields[name][readable]

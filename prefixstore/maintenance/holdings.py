@@ -22,8 +22,6 @@ __all__ = ["Holding", "holdings_of", "in_all", "keys_in", "namespaces_of", "only
 
 # pages whose facts are read at a time
 SLICE = 10_000
-# facts are not verified: what claims more is damaged
-LARGEST = 1 << 50
 SUMMED = ("pages", "tokens", "stored_bytes", "raw_bytes", "hits", "pinned")
 
 
@@ -74,8 +72,6 @@ def read_facts(view: PageView, now: int | None = None) -> Facts:
         found.append(some)
         after = bytes(some["key"][-1])
     facts = np.concatenate(found) if found else np.empty(0, FACTS)
-    is_large = np.maximum(facts["stored_bytes"], facts["raw_bytes"]) >= LARGEST
-    facts["is_readable"] &= ~is_large
     now = time.time_ns() if now is None else now
     used = facts["last_used"].astype(np.int64)
     facts["last_used"] = np.where(used <= now + CLOCK_SLACK, np.minimum(used, now), 0)

@@ -15,7 +15,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.record import Record, Usage, head_of
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from tests.attacks import in_child
@@ -47,13 +47,14 @@ def first_page(**fields: object) -> tuple[bytes, Record]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tokens": b""}, {"raw_bytes": 2**63}, {"stored_bytes": 2**64 - 1}, {"created": 2**63}],
+    [{"tokens": b""}, {"raw_bytes": 2**40 + 1}, {"stored_bytes": 2**64 - 1}, {"created": 2**63}],
     ids=["no tokens", "raw bytes", "stored bytes", "created"],
 )
 def test_a_sealed_record_of_an_impossible_page_is_refused(fields):
     key, record = first_page(**fields)
     with pytest.raises(CorruptError, match="impossible values"):
         Record.unpack(key, record.pack())
+    assert (head_of(record.pack()) is None) == bool({"raw_bytes", "stored_bytes"} & fields.keys())
 
 
 @pytest.mark.parametrize("fields", [{"last_used": 2**63}, {"last_used": 0, "expires": 2**64 - 1}])

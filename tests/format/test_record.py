@@ -9,7 +9,7 @@ from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import FORMAT_VERSION, RECORD, RECORD_SEAL, Record, Usage
 
-u32, u63 = st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)
+u32, u40, u63 = st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**63 - 1)
 sixteen = st.binary(min_size=16, max_size=16)
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 records = st.builds(
@@ -21,8 +21,8 @@ records = st.builds(
         lambda tokens: np.array(tokens, "<i4").tobytes()
     ),
     st.integers(0, 255),
-    u63,
-    u63,
+    u40,
+    u40,
     sixteen,
     u32,
     u63,
