@@ -115,7 +115,8 @@ class Config:
         _check("store", self.store, STORE_SETTINGS)
         _check("warm", self.warm, WARM_SETTINGS)
         for name, value in self.model.items():
-            if name.startswith("n_") and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
+            is_number = name.startswith("n_") or name in ("seed", "last_n_tokens_size")
+            if is_number and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be an integer")
             if name.startswith("n_") and value is not None and not (least := LEAST.get(name, -1)) <= value <= MOST:
                 # llama.cpp takes it for another number, or ends the process

@@ -102,6 +102,7 @@ def test_options_override_the_file_and_none_keeps_it(file):
         ('[warm]\nprompts = "prompts.jsonl"', "must be a list of files"),
         ("[warm]\npin = 'no'", "must be true or false"),
         ("[model]\nn_ctx = '8192'", "must be an integer"),
+        ("[model]\nlast_n_tokens_size = 1.5", "must be an integer"),
         ("[model]\nn_batch = -1", "n_batch=-1 must be from 1 to 2147483647"),
         ("[model]\nn_ctx = 99999999999999999999", "must be from 0 to 2147483647"),
         ("[model]\nn_gpu_layers = -2", "must be from -1"),

@@ -49,7 +49,7 @@ REFUSED = {
     "must be a path or a URL, not": [7, b"x"],
     "is unknown; known are az, ": ["http://x", "mongodb://host"],
     "is not a valid URL": ["redis+x:", "valkey:", "valkey://h:port"],
-    "options in the URL": ["lmdb:///x?y=1", "sqlite:///x.db?mode=ro"],
+    "options in the URL": ["lmdb:///x?y=1", "sqlite:///x.db?mode=ro", "sqlite:///x.db? y"],
     "memory has no path": ["memory:/x", "memory:x"],
     "characters that no file name can have": ["lmdb:///x\ud800", "/x\0y"],
     "not valid text": ["postgresql://\udcff@h/x"],

@@ -280,7 +280,7 @@ def path_of_url(location: str) -> Path:
     url = parse_url(location)
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise InvalidParameterError(f"location={without_password(location)!r}: unknown driver; pass sqlite:////path")
-    if url.query:
+    if "?" in location:
         raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
     if url.host or not url.database or url.database == ":memory:":
         raise InvalidParameterError(
