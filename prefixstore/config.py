@@ -43,7 +43,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Config", "explain_of_model", "explain_settings", "load", "load_config", "model_file"]
+__all__ = ["Config", "explain_of_model", "explain_settings", "import_llama_cpp", "load", "load_config", "model_file"]
 
 log = logging.getLogger("prefixstore")
 
@@ -183,7 +183,7 @@ class Config:
         return self._load(settings, vocab_only=True)
 
     def _load(self, settings: Mapping[str, Any], **more: Any) -> Llama:
-        llama_cpp = _llama_cpp()
+        llama_cpp = import_llama_cpp()
         if self.path is None:
             raise InvalidParameterError('no model is given; set path = "model.gguf" in [model], or pass --model')
         if not isinstance(self.path, str):
@@ -418,7 +418,8 @@ def _hint(settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _llama_cpp() -> Any:
+def import_llama_cpp() -> Any:
+    """The package llama_cpp. Raises `MissingExtraError`."""
     try:
         return importlib.import_module("llama_cpp")
     except ImportError as error:

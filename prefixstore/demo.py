@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prefixstore.config import import_llama_cpp
 from prefixstore.errors import ContextError
 from prefixstore.models.file import is_gguf
 from prefixstore.store import PrefixStore
@@ -39,6 +40,7 @@ def run_demo(model: Path | None = None) -> dict[str, Any]:
     ContextError
         If the model cannot be read.
     """
+    import_llama_cpp()  # before a model is written, and before the two processes need it
     with tempfile.TemporaryDirectory(prefix="prefixstore-demo-") as directory:
         folder = Path(directory)
         if model is None:
@@ -79,17 +81,15 @@ def _process(name: str, does: str, model: Path, location: str) -> dict[str, Any]
 
 def _work(model: str, location: str) -> dict[str, Any]:
     """One process of the demo."""
-    from llama_cpp import Llama  # noqa: PLC0415 - the extra "llama"
-
     from prefixstore.llama.binding import silence  # noqa: PLC0415 - the extra "llama"
 
     silence()
-    llm = Llama(model, n_ctx=PROMPT_TOKENS + 511, n_batch=N_BATCH, verbose=False)
+    llm = import_llama_cpp().Llama(model, n_ctx=PROMPT_TOKENS + 511, n_batch=N_BATCH, verbose=False)
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     tokens = llm.tokenize(text[: 16 * PROMPT_TOKENS].encode())[:PROMPT_TOKENS]
     with PrefixStore(location, llm) as store:
-        llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
+        llm.set_cache(store)
         started = time.perf_counter()
         chunks: Any = llm.create_completion(tokens, max_tokens=ANSWER_TOKENS, temperature=0, stream=True)
         answer = next(chunks)["choices"][0]["text"]

@@ -47,7 +47,6 @@ LAZY = {
     "sessions": {"llama_cpp", "typing_extensions"},
     "config": {"llama_cpp"},
     "metrics": {"prometheus_client"},  # the extra "server"
-    "demo": {"llama_cpp"},
     "warming": {"llama_cpp", "typing_extensions"},
     "maintenance": {"llama_cpp"},
     "diagnosis": {"llama_cpp"},

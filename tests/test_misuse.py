@@ -17,6 +17,7 @@ from prefixstore import (
     MisuseError,
     PrefixStore,
     PrefixStoreError,
+    demo,
 )
 from prefixstore.backends import open_backend
 from prefixstore.config import load_config
@@ -108,6 +109,7 @@ def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplica
 # what does not work without a package, the extra that has it, and our modules that may have imported it
 MISSING = {
     "llama_cpp": (lambda: PrefixStore("memory:", llm=object()), "llama", "prefixstore.llama"),
+    "llama_cpp, in the demo": (demo.run, "llama", "-"),
     "gguf": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
     "tokenizers": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
     "tomllib": (lambda: load_config(ROOT / "mkdocs.yml"), "cli", "-"),
@@ -123,6 +125,7 @@ MISSING = {
 @pytest.mark.parametrize("package", MISSING)
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path, monkeypatch):
     use, extra, ours = MISSING[package]
+    package = package.partition(",")[0]
     monkeypatch.chdir(tmp_path)
 
     def without():
