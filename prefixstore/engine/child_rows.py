@@ -116,8 +116,8 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
     draft.get(path)  # in one round trip; the draft keeps them
     for i, row in enumerate(path):
         # this may be a page that the step before has moved here
-        stored = Child.unpack(draft.get([row])[0])
-        if stored == Child(key):
+        stored = ChildRow.unpack(draft.get([row])[0])
+        if stored == ChildRow(key):
             return
         found = stored
         if found is not None and not found.has_more:
@@ -131,7 +131,7 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
             draft.put(row, found.pack(), owner=owner)
 
 
-def _split(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
+def _split(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> ChildRow | None:
     """Move the page that is alone below row `i` one node down, and return the new row; None if it is not stored."""
     record = draft.get([RECORD + other])[0]
     place = place_of(record) if record is not None else None
@@ -160,7 +160,7 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
 
 def take_out(draft: Update, row: bytes) -> None:
     """Remove the page from a row; a damaged row is deleted."""
-    child = Child.unpack(draft.get([row])[0])
+    child = ChildRow.unpack(draft.get([row])[0])
     if child is not None and child.has_more:
         draft.put(row, ChildRow(None, has_more=True).pack())
         mend_child(draft, row)
@@ -170,7 +170,7 @@ def take_out(draft: Update, row: bytes) -> None:
 
 def mend_child(draft: Update, row: bytes) -> None:
     """Correct a row that claims more pages than there are under the node below it."""
-    found = Child.unpack(draft.get([row])[0])
+    found = ChildRow.unpack(draft.get([row])[0])
     if found is None or not found.has_more or draft.ranges([under(node_below(row), 1)])[0]:
         return
     if found.page is not None:
@@ -181,7 +181,7 @@ def mend_child(draft: Update, row: bytes) -> None:
 
 def hollow(view: View, rows: Sequence[Row]) -> list[Row]:
     """The rows that claim more pages, and have none under the node below."""
-    forks = [row for row in rows if (child := Child.unpack(row.value)) is not None and child.has_more]
+    forks = [row for row in rows if (child := ChildRow.unpack(row.value)) is not None and child.has_more]
     below = view.ranges([under(node_below(row.key), 1) for row in forks])
     return [row for row, found in zip(forks, below, strict=True) if not found]
 
@@ -215,7 +215,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
     sides = iter(found)
     for i, row in enumerate(path):
         below, above = next(sides), next(sides)
-        here = next((Child.unpack(one.value) for one in below if one.key == row), None)
+        here = next((ChildRow.unpack(one.value) for one in below if one.key == row), None)
         # the rows of deeper steps are nearer
         before = [one for one in below if one.key != row][:1] or before
         after = above or after
@@ -224,7 +224,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
             break
         if here.page is not None:
             # a page that ends here comes before the others
-            before = [Row(row, Child(here.page).pack())]
+            before = [Row(row, ChildRow(here.page).pack())]
         if i == len(path) - 1:
             after = view.ranges([under(node_below(row), 1)])[0] or after
     keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
@@ -252,7 +252,7 @@ def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) 
 
 def pages_below(view: View, found: Sequence[Sequence[Row]], at_most: int | None = None) -> list[list[bytes]]:
     """As `children_of`, given the rows under each node."""
-    levels: list[list[list[tuple[bytes, Child]]]] = []
+    levels: list[list[list[tuple[bytes, ChildRow]]]] = []
     while found and len(levels) < DEEPEST:
         rows = [[(row.key, child) for row in some if (child := ChildRow.unpack(row.value))] for some in found]
         levels.append(rows)
