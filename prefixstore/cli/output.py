@@ -167,7 +167,8 @@ def has_terminal() -> bool:
 
 def is_confirmed(question: str) -> bool:
     """Ask on a terminal whether to go on; a no is reported."""
-    if typer.confirm(question, err=True):
+    typer.echo(f"{visible_lines(question)} [y/N] ", nl=False, err=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
     say("nothing was changed")
     return False

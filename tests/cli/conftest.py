@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,14 +39,12 @@ def new_user(tmp_path, monkeypatch):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """A terminal whose user gives these answers; it notes the questions."""
-    asked = []
+    """A terminal whose user gives these answers."""
 
     def terminal(*given):
-        left = list(given)
         monkeypatch.setattr(output, "has_terminal", lambda: True)
-        monkeypatch.setattr(output.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
-        return asked
+        monkeypatch.setattr(sys, "stdin", Mock())
+        sys.stdin.readline.side_effect = given
 
     return terminal
 
