@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import hexdigits
 from typing import Any, get_args
 
 import typer
@@ -130,7 +131,9 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
     if len(names) > 1 and given[names[-1]] is None:
         # the location was left out, so each argument is in the place of the one before it
         given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
-        if given[names[-1]] is None:
+        last = given[names[-1]]
+        # one argument that is no hash is the location
+        if last is None or (names[-1] == "digits" and last.strip(hexdigits)):
             raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
     settings = load_config(config) if config is not None else Config()
     if given[place] is None and is_needed:

@@ -25,6 +25,7 @@ def store(tmp_path_factory):
         (2, "stats x --no-such-option", "No such option"),
         (2, "stats nonsense://x", "nonsense"),
         (2, "show {store} ffff", "{store}: no page begins with 'ffff'; prefixstore tree lists them"),
+        (2, "show {store}", "HASH is missing; see --help"),
         (2, "purge {store}", "no pages are selected"),
         (2, "tree {store} --containing x", "--containing needs --model"),
         (2, "verify {store}", "pass --model FILE or --config FILE"),
@@ -71,7 +72,7 @@ def store(tmp_path_factory):
         # a URL where something else is expected is repeated without its password
         (2, f"import lmdb:kv {SECRET}", "host"),
         (2, f"init {SOCKET}", "cannot be written"),
-        (3, f"show {SECRET}", "no store"),
+        (3, f"show {SECRET} ff", "valkey"),
         (2, f"stats --config {SOCKET}", "No such file"),
         (2, f"verify kv --model {SECRET}", "host"),
         (2, f"explain kv --model x --prompt-file {SOCKET}", ""),
