@@ -78,7 +78,7 @@ class Parameters:
         size = parse_bytes(given["max_bytes"], "max_bytes")
         far_size = size if given["far_max_bytes"] is None else parse_bytes(given["far_max_bytes"], "far_max_bytes")
         quota = None if given["quota"] is None else parse_bytes(given["quota"], "quota")
-        least, limit = min((size, "max_bytes"), (far_size, "far_max_bytes"))
+        least, limit = (size, "max_bytes") if size <= far_size else (far_size, "far_max_bytes")
         if quota is not None and quota > least:
             raise InvalidParameterError(f"quota={quota} is larger than {limit}={least}; lower it, or raise {limit}")
         entries = None if given["max_entries"] is None else _count(given, "max_entries", 1)
