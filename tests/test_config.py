@@ -95,6 +95,7 @@ def test_options_override_the_file_and_none_keeps_it(file):
         ("[model]\nn_cxt = 5", r"\[model\] has 'n_cxt', which is unknown; did you mean 'n_ctx'\?"),
         ("[model]\npaht = 'm'", "did you mean 'path'"),
         ("[store]\nllm = 5", r"\[store\] has 'llm', which is unknown"),
+        ("[store]\nram_bytes = 5", r'location = \["memory:", LOCATION\]'),
         ("[warm]\npinned = true", "did you mean 'pin'"),
         ("[warm]\nqqqqqqq = true", "known are generation_prompt, pin, prompts"),
         ("[stoer]\nmax_bytes = 5", "did you mean 'store'"),
