@@ -55,7 +55,7 @@ def simulate_(
     }
 
     def show() -> None:
-        _about(read, file, found.budget)
+        _about(read, file, found.budget, is_known=budget is not None)
         headers = ["pages>", *(["bytes>"] * (found.page_bytes is not None)), *(f"{name}>" for name in found.found)]
         table(headers, [_row(found, i) for i in range(len(found.sizes))])
         if found.holds_all:
@@ -92,13 +92,13 @@ def _unit(read: Trace) -> str:
     return "tokens" if read.is_ours else "blocks"
 
 
-def _about(read: Trace, file: Path, size: int) -> None:
+def _about(read: Trace, file: Path, size: int, *, is_known: bool) -> None:
     n_bytes = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
     about = {
         "trace": str(file),
         "requests": f"{len(read.requests):,}",
         "different pages": f"{read.pages:,}",
-        "budget": f"{counted(size, 'page')}{n_bytes}",
+        "budget": f"{counted(size, 'page')}{n_bytes}{'' if is_known else ', a tenth of all (no budget in pages is known)'}",
     }
     if read.is_ours:
         about["recorded"] = f"{format_share(_recorded(read), 1)} of the tokens found"

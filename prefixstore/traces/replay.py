@@ -195,7 +195,12 @@ class Curve:
 
 
 def pages_in(trace: Trace, max_bytes: int | None) -> int | None:
-    """The budget in pages: of so many bytes, or the recorded one; None if it is not known."""
+    """The budget in pages: of so many bytes, or the recorded one; None if it is not known.
+
+    Raises `InvalidParameterError` for bytes if the trace does not say how many of them a page has.
+    """
+    if max_bytes is not None and not trace.page_bytes:
+        raise InvalidParameterError(f"max_bytes={max_bytes}: the trace has no sizes of pages; pass --pages")
     entries = trace.about.get("max_entries")
     recorded = trace.about.get("max_bytes")
     size = max_bytes if max_bytes is not None else recorded

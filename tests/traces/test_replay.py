@@ -136,6 +136,7 @@ def test_simulate_prints_a_table_and_json(trace, run):
     assert "the budget holds all pages of the trace" in out
     found = json.loads(run("simulate", trace, "--pages", 10**6, "--json")[1])
     assert (found["budget_pages"], set(found["twice_the_budget_wins"].values())) == (10**6, {0})
+    assert "a tenth of all (no budget in pages" in run("simulate", trace)[1]
     found = json.loads(run("simulate", trace, "--json")[1])
     assert set(found["rates"]) == {"adaptive", "lru"}
     assert found["twice_the_budget_wins"]["lru"] >= 0
@@ -147,6 +148,8 @@ def test_simulate_prints_a_table_and_json(trace, run):
         (["simulate", "none"], "trace 'none' cannot be read: No such file or directory\n"),
         (["simulate", __file__], "has no requests"),
         (["simulate", "{trace}", "--policy", "clock"], "--policy clock is unknown"),
+        # of another system, or of a model that resumes from snapshots only
+        (["simulate", "{trace}", "--max-bytes", "1MiB"], "the trace has no sizes of pages; pass --pages"),
     ],
 )
 def test_what_cannot_be_replayed_is_told(trace, run, arguments, says):
