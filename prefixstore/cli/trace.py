@@ -93,12 +93,13 @@ def _unit(read: Trace) -> str:
 
 
 def _about(read: Trace, file: Path, size: int, *, is_known: bool) -> None:
-    n_bytes = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
+    more = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
+    more += "" if is_known else ", a tenth of all (no budget in pages is known)"
     about = {
         "trace": str(file),
         "requests": f"{len(read.requests):,}",
         "different pages": f"{read.pages:,}",
-        "budget": f"{counted(size, 'page')}{n_bytes}{'' if is_known else ', a tenth of all (no budget in pages is known)'}",
+        "budget": f"{counted(size, 'page')}{more}",
     }
     if read.is_ours:
         about["recorded"] = f"{format_share(_recorded(read), 1)} of the tokens found"
