@@ -34,7 +34,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.keys import ENVIRONMENT as KEY_VARIABLE
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.models.file import CACHE_TYPES, is_gguf, setting_text
 from prefixstore.opening import locations_of
 from prefixstore.store import PrefixStore
@@ -265,7 +265,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
     if "n_ctx" not in config.model:
         log.warning("%s sets no n_ctx, so the context has %d tokens; set n_ctx in [model]", path, llm.n_ctx())
     store = config.open_store(llm)
-    for difference in explain_settings(store.namespace, store.engine.upkeep.namespaces()):
+    for difference in explain_settings(store.namespace, store.engine.upkeep.namespaces(), store.history().models):
         log.warning("%s has no pages for these settings yet: %s", store.location, difference)
     llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
     return llm, store
@@ -304,7 +304,7 @@ def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
 # -- why two namespaces differ ---------------------------------------------------------------------------------------
 
 
-def explain_settings(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
+def explain_settings(namespace: Namespace, stored: Iterable[Namespace], names: Mapping[str, str]) -> list[str]:
     """Explain why a context cannot use the states in a store: ``"type_k is q8_0 here, f16 in the store"``.
 
     Parameters
@@ -313,6 +313,8 @@ def explain_settings(namespace: Namespace, stored: Iterable[Namespace]) -> list[
         The namespace of the context.
     stored
         The namespaces in the store.
+    names
+        Those of models; see `History`.
 
     Returns
     -------
@@ -321,7 +323,7 @@ def explain_settings(namespace: Namespace, stored: Iterable[Namespace]) -> list[
         or if the store has none.
     """
     return [
-        f"{name} is {_shown(name, here)} here, {_shown(name, there)} in the store"
+        f"{name} is {_shown(name, here, names)} here, {_shown(name, there, names)} in the store"
         for name, (here, there) in namespace.nearest_differences(stored).items()
     ]
 
@@ -330,11 +332,13 @@ def explain_of_model(namespace: Namespace, stored: Iterable[Namespace]) -> list[
     """As `explain_settings`, of the pages of the same model only, and whoever's they are."""
     model = namespace.settings.get("model")
     same = (one for one in stored if model is not None and one.settings.get("model") == model)
-    return explain_settings(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same])
+    return explain_settings(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same], {})
 
 
-def _shown(name: str, value: object) -> str:
+def _shown(name: str, value: object, names: Mapping[str, str]) -> str:
     """A setting as text: the name that it has here, or in llama.cpp, if that is loaded."""
+    if name == "model" and (digits := model_digits({name: value})):
+        return f"{names[digits]} ({digits})" if digits in names else digits
     text = setting_text(name, value)
     if name in NAMED and text == str(value) and (llama_cpp := sys.modules.get("llama_cpp")) is not None:
         known = _names(name, vars(llama_cpp))

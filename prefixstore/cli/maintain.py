@@ -128,7 +128,7 @@ def verify(
         if not found:
             say(f"prefixstore: {where} has no pages of this model with these settings")
             known = [holding.namespace for holding in archive.holdings() if holding.namespace is not None]
-            for difference in explain_settings(namespace, known):
+            for difference in explain_settings(namespace, known, archive.history().models):
                 say(f"  {difference}")
     llm.close()
     n_bad = sum(not one.is_within(bound) for one in found)

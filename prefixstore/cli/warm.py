@@ -193,7 +193,7 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
 
 
 def _print_notes(ready: Ready, store: PrefixStore) -> None:
-    differences = explain_settings(store.namespace, store.engine.upkeep.namespaces())
+    differences = explain_settings(store.namespace, store.engine.upkeep.namespaces(), store.history().models)
     for note in (*ready.notes, *(f"the store has no pages for these settings yet: {one}" for one in differences)):
         say(f"note: {note}")
 

@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -94,21 +94,22 @@ def examine(location: str | None, config: Config | None = None, max_bytes: int |
     far_budget = budget if far_limit is None else parse_bytes(far_limit, "far_max_bytes")
     found = [_versions()]
     holdings: list[Holding] = []
+    names: dict[str, str] = {}
     can_open = True
     for n, (text, size) in enumerate(zip(texts, (budget, far_budget), strict=False), 1):
-        there, held = _location(text, size, is_written=not settings.get("read_only"), is_nearer=n < len(texts))
+        there, held = _location(text, size, names, is_written=not settings.get("read_only"), is_nearer=n < len(texts))
         found += there
         holdings += held or ()
         can_open = can_open and held is not None
     if config is not None and config.path is not None and can_open:
-        found += _settings(config, holdings, budget or DEFAULT_BYTES)
+        found += _settings(config, holdings, names, budget or DEFAULT_BYTES)
     return found
 
 
 def _location(
-    text: str, budget: int | None, *, is_written: bool, is_nearer: bool
+    text: str, budget: int | None, names: dict[str, str], *, is_written: bool, is_nearer: bool
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
-    """What is found in a location, and what it holds; None if it cannot be opened."""
+    """What is found in a location, and what it holds, None if it cannot be opened; adds its names of models."""
     found = [_found("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
     path = _path(text)
     if path is not None:
@@ -118,6 +119,7 @@ def _location(
             if path is not None:
                 found.append(_permissions(path, is_written=is_written, is_store=True))
             holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
+            names |= history.models
             found.append(_stored(used, holdings))
             found.append(_found("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
@@ -312,7 +314,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Iterator[Finding]:
+def _settings(config: Config, holdings: Sequence[Holding], names: Mapping[str, str], budget: int) -> Iterator[Finding]:
     """Whether there are pages for the settings of a config."""
     try:
         llm = config.open_llama()
@@ -325,7 +327,7 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
             advice = "Set n_ctx in [model]: llama-cpp-python takes 512 by default, and longer prompts fail."
             yield _found("context", f"{n_ctx:,} tokens", advice)
         with config.open_store(llm, location="memory:", read_only=False) as store:
-            namespace, kind = store.namespace, store.kind
+            namespace, kind, names = store.namespace, store.kind, {**names, **store.history().models}
     except PrefixStoreError as error:
         yield _found("settings", "cannot be compared", str(error))
         return
@@ -333,7 +335,7 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
         llm.close()
     stored = [one for one in holdings if one.namespace is not None and one.pages]
     mine = next((one for one in stored if one.key == namespace.key), None)
-    differences = explain_settings(namespace, [one.namespace for one in stored if one.namespace is not None])
+    differences = explain_settings(namespace, [one.namespace for one in stored if one.namespace is not None], names)
     if not kind.is_stored:
         yield _found("settings", f"{kind}", "This model, or a context with these settings, cannot be stored.")
     elif mine is not None:

@@ -203,7 +203,7 @@ def _fork(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
 
 def _others(engine: Engine, place: LookupContext, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:
     """Other namespaces that have more of the prompt. For a tenant, those of other tenants are not looked at."""
-    mine = place.namespace
+    mine, names = place.namespace, engine.history().models
     known = [
         one
         for one in engine.upkeep.namespaces()
@@ -217,5 +217,5 @@ def _others(engine: Engine, place: LookupContext, tokens: Tokens, n_shared: int)
             continue
         n = engine.match(one.key, tokens, step).n_tokens
         if n > n_shared and n >= place.min_tokens:
-            found.append(OtherSettings(n, tuple(explain_settings(mine, [one]))))
+            found.append(OtherSettings(n, tuple(explain_settings(mine, [one], names))))
     return tuple(sorted(found, key=lambda other: (-other.n_tokens, len(other.differences)))[:4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 from functools import partial
 from importlib import metadata
@@ -163,7 +164,7 @@ def test_free_space_and_budget(served, monkeypatch):
     assert found("budget", location, config=Config(store={"max_bytes": "1GiB"})).value.endswith("of 1.0 GiB (0 %)")
 
 
-def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, run, tmp_path):
+def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, models, run, tmp_path):
     model, location = served
     config = tmp_path / "warm.toml"
     config.write_text(f'[model]\npath = "{model}"\nn_ctx = 1024\ntype_k = "q8_0"\n[store]\nlocation = "{location}"\n')
@@ -171,6 +172,10 @@ def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, r
     assert code == 1
     assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
     assert "1 problem to fix" in out
+    config.write_text(f'[model]\npath = "{models("mamba")}"\nn_ctx = 64\n[store]\nlocation = "{location}"\n')
+    assert re.search(
+        r"model is synthetic mamba F16 \(\w{12}\) here, synthetic llama F16 \(\w{12}\) in", run("--config", config)[1]
+    )
     config.write_text(f'[model]\npath = "{model}"\n[store]\nlocation = "{location}"\nmax_bytes = "1MiB"\n')
     code, out, _ = run("--config", config)
     assert code == 1
