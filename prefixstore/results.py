@@ -130,7 +130,8 @@ class Stats:
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"diverged"`` (fewer than `min_tokens`
         tokens begin as something stored does), ``"evicted"`` (the first page was, by this process), ``"short"`` (the
         prompt has fewer than `min_tokens` tokens, or too few to ask the store of a server), ``"slow"`` (computing is
-        faster), ``"unreadable"`` (see there; late), ``"unavailable"`` (the location failed),
+        faster), ``"unreadable"`` (see there; late), ``"unavailable"`` (the location failed), ``"not_live"`` (the slot
+        of a server was believed to hold the prompt),
         ``"bypassed"`` (inside `PrefixStore.bypass`), ``"logprobs"`` (the request needs the logits of the prompt),
         ``"multimodal"`` (images are not in the tokens), ``"streams"`` (states of this context cannot be stored),
         ``"loaded_state"``, ``"changed"`` (the context held more of the prompt

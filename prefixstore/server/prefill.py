@@ -15,7 +15,7 @@ from typing import Final
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.prompts import TOKEN_CHARACTERS, aside
-from prefixstore.server.rates import AnswerTail, Rates, RequestUsage
+from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
@@ -108,17 +108,17 @@ async def _compute(session: ServerSession, claim: Claim, end: int, headers: Head
     """Have the server compute the first `end` tokens; None if it refuses."""
     body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
     headers = {"content-type": "application/json", **headers}
-    tail = AnswerTail()
+    report = Report()
     answer = await session.upstream.send("POST", b"/completion", headers, body)
     try:
         async for chunk in answer.chunks():
-            tail.feed(chunk)
+            report.feed(chunk)
             if chunk.startswith(b":"):
                 await ping(answer.headers)
     finally:
         # a client that goes away must reach the server as a closed connection
         answer.close()
-    return tail.usage() if answer.status == HTTPStatus.OK else None
+    return report.usage() if answer.status == HTTPStatus.OK else None
 
 
 def _request(tokens: Tokens, slot: int) -> bytes:

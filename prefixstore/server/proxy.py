@@ -27,10 +27,10 @@ from prefixstore.server.prompts import (
     pinned,
     tokens_of_request,
 )
-from prefixstore.server.rates import AnswerTail, RequestUsage
+from prefixstore.server.rates import Report, RequestUsage
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
+from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, PoolFullError, Rows
 from prefixstore.server.tenants import Admission, within
 from prefixstore.server.upstream import (
@@ -174,10 +174,10 @@ class Proxy:
         self,
         exchange: Exchange,
         content: bytes | None,
-        tail: AnswerTail | None = None,
+        report: Report | None = None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
-        tail = tail or AnswerTail()
+        report = report or Report()
         # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
         without = () if exchange.method in READS else RANGES
         if self._settings.separated:
@@ -186,7 +186,7 @@ class Proxy:
         headers = end_to_end(exchange.headers, without)
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
         try:
-            tail.status = answer.status
+            report.status = answer.status
             before = after = b""
             if not exchange.has_begun:
                 await exchange.begin(answer.status, end_to_end(answer.headers))
@@ -196,7 +196,7 @@ class Proxy:
             if before:
                 await exchange.write(before)
             async for chunk in answer.chunks():
-                tail.feed(chunk)
+                report.feed(chunk)
                 await exchange.write(chunk)
             if after:
                 await exchange.write(after)
@@ -305,7 +305,7 @@ class Proxy:
     async def _in_slot(
         self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, manager: SlotManager, *, is_counted: bool
     ) -> None:
-        tail = AnswerTail()
+        report, usage = Report(), None
         try:
             if ask.can_add:
                 # the store holds no rows that were moved
@@ -323,16 +323,17 @@ class Proxy:
             claim.slot.told = exchange.told
             if is_counted and not ask.taints and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim, manager)
-            await self._forward(exchange, body, tail)
+            if await self._forward(exchange, body, report) == HTTPStatus.OK and is_counted:
+                # unless the answer says something else
+                usage = Usage(claim.n_reused, len(claim.tokens) - claim.n_reused)
         finally:
-            usage = tail.usage() if tail.status == HTTPStatus.OK else None
-            manager.release(claim, usage, began=ask.taints or tail.status in (None, HTTPStatus.OK))
+            said = report.usage() if report.status == HTTPStatus.OK else None
+            manager.release(claim, said, began=ask.taints or report.status in (None, HTTPStatus.OK))
+            if said is not None:
+                self._session.computed(said)
+                usage = said.after(claim.n_ahead)
             if usage is not None:
-                self._session.computed(usage)
-                usage = usage.after(claim.n_ahead)
-            self._session.note(usage, claim, is_counted=is_counted)
-        if is_counted and tail.status == HTTPStatus.OK:
-            self._observe(exchange.path, claim, usage)
+                self._count(exchange.path, claim, usage, is_counted=is_counted)
 
     async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim, manager: SlotManager) -> None:
         async def ping(head: Headers) -> None:
@@ -347,29 +348,24 @@ class Proxy:
             headers["origin"] = exchange.headers["origin"]
         await compute_ahead(self._session, manager, claim, headers, ping)
 
-    def _observe(self, path: str, claim: Claim, usage: RequestUsage | None) -> None:
-        usage = usage or RequestUsage(claim.n_restored, len(claim.tokens) - claim.n_restored)
-        cached = usage.cached_tokens
-        restored = min(claim.n_restored, cached)
-        source = "store" if restored else "live" if cached else "none"
-        reason = claim.reason
-        if claim.n_restored and not restored:
-            reason = "restored_in_vain"
-        elif source == "none" and reason is None and len(claim.tokens) >= WORTH_A_LOOKUP:
-            # it was believed to be in the slot
-            reason = "not_live"
-        self._observer.observe(
-            path,
-            source=source,
-            reason=None if source == "store" else reason,
-            prompt_tokens=cached + usage.computed_tokens,
-            live_tokens=cached - restored,
-            restored_tokens=restored,
-            computed_tokens=usage.computed_tokens,
-            lookup_seconds=claim.lookup_seconds,
-            restore_seconds=claim.restored_seconds,
-            saved_seconds=claim.saved_seconds if restored else 0.0,
-        )
+    def _count(self, path: str, claim: Claim, usage: RequestUsage, *, is_counted: bool) -> None:
+        """Count a prompt that was computed, and the lookup if it was one (`is_counted`)."""
+        source, reason = claim.outcome(usage)
+        self._session.note(usage, claim, reason, is_counted=is_counted)
+        if is_counted:
+            restored = min(claim.n_restored, usage.cached_tokens)
+            self._observer.observe(
+                path,
+                source=source,
+                reason=reason,
+                prompt_tokens=usage.cached_tokens + usage.computed_tokens,
+                live_tokens=usage.cached_tokens - restored,
+                restored_tokens=restored,
+                computed_tokens=usage.computed_tokens,
+                lookup_seconds=claim.lookup_seconds,
+                restore_seconds=claim.restored_seconds,
+                saved_seconds=claim.saved_seconds if restored else 0.0,
+            )
 
 
 def _leaves(ask: Ask) -> Rows:

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-__all__ = ["AnswerTail", "Rates", "RequestUsage"]
+__all__ = ["Rates", "Report", "RequestUsage"]
 
 WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
@@ -23,11 +23,14 @@ MAX_SLOWDOWN = 1.0
 # By how much less a restore is believed to take each time that one is left out because it is slower than computing: the
 # last one may have been slow by chance, and nothing is learned of those that are left out.
 HOPE = 0.98
-KEPT = 8192
-# Quotes inside of a JSON text are escaped, so that these match the fields of the server and nothing that a model says.
-TIMINGS = re.compile(rb'"timings"\s*:\s*\{([^{}]*)\}')
-FIELD = re.compile(rb'"(\w+)"\s*:\s*([0-9.eE+-]+)')
-# The end of an answer that is cut may be half a number, and a client may have numbers repeated that no count is.
+# What an answer may say of its prompt: at its end, and that of /v1/messages at the beginning of a stream. Quotes inside
+# of a JSON text are escaped, so that this matches fields of the server and nothing that a model says.
+FIELD = re.compile(
+    rb'"((?:cache|prompt|predicted)_n|prompt_ms|(?:cache_read_input|input|output|prompt|cached|completion)_tokens)"'
+    rb"\s*:\s*([0-9.eE+-]+)(?=[,}\s])"
+)
+LONGEST_FIELD = 80
+# a client may have numbers repeated that no count is
 LARGEST = 1e15
 
 
@@ -124,51 +127,40 @@ class RequestUsage:
         )
 
 
-class AnswerTail:
-    """The status and the last bytes of a response that is passed through; `status` is None until it has begun."""
+class Report:
+    """What a response that is passed through says of its prompt; its `status` is None until it has begun."""
 
     def __init__(self) -> None:
         self.status: int | None = None
-        self._tail = b""
+        self._fields: dict[bytes, float] = {}
+        self._rest = b""
 
     def feed(self, chunk: bytes) -> None:
         """The next bytes."""
-        self._tail = (self._tail + chunk)[-KEPT:]
+        text = self._rest + chunk
+        for name, written in FIELD.findall(text):
+            with contextlib.suppress(ValueError):
+                value = float(written)
+                if 0 <= value <= LARGEST:
+                    self._fields[name] = value
+        self._rest = text[-LONGEST_FIELD:]
 
     def usage(self) -> RequestUsage | None:
-        """What the server reports; None if it reports nothing, as before the end of a stream."""
-        found = TIMINGS.findall(self._tail)
-        if found:
-            timings = _numbers(found[-1])
-            if b"cache_n" in timings and b"prompt_n" in timings:
-                milliseconds = timings.get(b"prompt_ms")
-                return RequestUsage(
-                    int(timings[b"cache_n"]),
-                    int(timings[b"prompt_n"]),
-                    int(timings.get(b"predicted_n", 0)),
-                    None if milliseconds is None else milliseconds / 1e3,
-                )
-        fields = _numbers(self._tail)
-        if b"cache_read_input_tokens" in fields and b"input_tokens" in fields:
+        """What the server reports; None if it reports nothing, as before the end of most streams."""
+        said = self._fields
+        if b"cache_n" in said and b"prompt_n" in said:
+            milliseconds = said.get(b"prompt_ms")
             return RequestUsage(
-                int(fields[b"cache_read_input_tokens"]),
-                int(fields[b"input_tokens"]),
-                int(fields.get(b"output_tokens", 0)),
+                int(said[b"cache_n"]),
+                int(said[b"prompt_n"]),
+                int(said.get(b"predicted_n", 0)),
+                None if milliseconds is None else milliseconds / 1e3,
             )
-        total = fields.get(b"prompt_tokens", fields.get(b"input_tokens"))
-        if total is None or b"cached_tokens" not in fields:
+        generated = int(said.get(b"completion_tokens", said.get(b"output_tokens", 0)))
+        if b"cache_read_input_tokens" in said and b"input_tokens" in said:
+            return Usage(int(said[b"cache_read_input_tokens"]), int(said[b"input_tokens"]), generated)
+        total = said.get(b"prompt_tokens", said.get(b"input_tokens"))
+        if total is None or b"cached_tokens" not in said:
             return None
-        cached = int(fields[b"cached_tokens"])
-        generated = fields.get(b"completion_tokens", fields.get(b"output_tokens", 0))
-        return RequestUsage(cached, int(total) - cached, int(generated))
-
-
-def _numbers(text: bytes) -> dict[bytes, float]:
-    """The fields of a JSON text that are counts or times."""
-    found: dict[bytes, float] = {}
-    for name, written in FIELD.findall(text):
-        with contextlib.suppress(ValueError):
-            value = float(written)
-            if 0 <= value <= LARGEST:
-                found[name] = value
-    return found
+        cached = int(said[b"cached_tokens"])
+        return RequestUsage(cached, int(total) - cached, generated)

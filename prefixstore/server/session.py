@@ -308,23 +308,20 @@ class ServerSession:
             if self.store is not None:
                 self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
-    def note(self, usage: RequestUsage | None, claim: Claim, *, is_counted: bool) -> None:
-        """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
-        if usage is not None and self.store is not None:
-            counters, found = self.store.counters, self.store.namespace(claim.owner)
-            namespace = found.key if found is not None else None
-            counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
-            if is_counted:
-                n = usage.cached_tokens + usage.computed_tokens
-                counters.count("prompt_tokens", n, namespace=namespace)
-                # the store has counted what became of a restore
-                if claim.restored_seconds is None or claim.reason == "error":
-                    if claim.reason is not None:
-                        counters.count(f"miss:{claim.reason}", namespace=namespace)
-                    elif usage.cached_tokens:
-                        counters.count("live_hits", namespace=namespace)
-                if self.manager is not None:
-                    self.manager.note_use(claim)
+    def note(self, usage: RequestUsage, claim: Claim, reason: str | None, *, is_counted: bool) -> None:
+        """Note what became of a prompt, and count the lookup if it was one (`is_counted`)."""
+        if self.store is None:
+            return
+        counters, found = self.store.counters, self.store.namespace(claim.owner)
+        namespace = found.key if found is not None else None
+        counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
+        if is_counted:
+            counters.count("prompt_tokens", usage.cached_tokens + usage.computed_tokens, namespace=namespace)
+            # the store has counted what became of a restore
+            if claim.restored_seconds is None or claim.reason == "error":
+                counters.count("live_hits" if reason is None else f"miss:{reason}", namespace=namespace)
+            if self.manager is not None:
+                self.manager.note_use(claim)
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""

@@ -26,7 +26,7 @@ from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolFul
 if TYPE_CHECKING:
     from prefixstore.server.slots import SlotStore
 
-__all__ = ["WORTH_A_LOOKUP", "SlotManager"]
+__all__ = ["SlotManager"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -252,7 +252,7 @@ class SlotManager:
         elif found.n_tokens > plan.n_usable:
             claim.reason = "slow"
             self.rates.left_out()
-        claim.n_reused = self.pool.weigh(slot, claim).n_usable
+        claim.n_reused = max(min(self.pool.weigh(slot, claim).n_usable, len(claim.tokens) - 1), 0)
         return True
 
     async def _restore(self, claim: Claim) -> bool:

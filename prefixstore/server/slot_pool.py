@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
-from prefixstore.server.rates import Rates
+from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_files import Restored
 
 __all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
@@ -136,7 +136,7 @@ class Claim:
     # what the store has of the prompt
     found: Restored = NOT_ASKED
     n_restored: int = 0
-    # tokens of the prompt that the slot is believed to hold when the request is sent
+    # tokens of the prompt that the slot is believed to hold when the request is sent: the last one is always computed
     n_reused: int = 0
     # those that were computed ahead of the request itself
     n_ahead: int = 0
@@ -155,9 +155,18 @@ class Claim:
     @property
     def told(self) -> str:
         """What was done for the prompt, as the client is told before it is computed."""
-        reason = self.reason or ("live" if self.n_reused and not self.n_restored else None)
+        reason = None if self.n_restored else self.reason or ("live" if self.n_reused else self.found.reason)
         n, computed = len(self.tokens), len(self.tokens) - self.n_reused
         return f"restored={self.n_restored} of {n}; computed={computed}" + (f"; reason={reason}" if reason else "")
+
+    def outcome(self, usage: Usage) -> tuple[str, str | None]:
+        """Where the server has found the beginning of the prompt: "store", "live" or "none"; why not in the store."""
+        if self.n_restored:
+            return ("store", None) if usage.cached_tokens else ("none", "restored_in_vain")
+        if usage.cached_tokens:
+            return "live", self.reason
+        # without a reason, it was believed to be in the slot
+        return "none", self.reason or self.found.reason or "not_live"
 
 
 class PoolFullError(Exception):

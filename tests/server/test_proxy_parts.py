@@ -30,7 +30,7 @@ from prefixstore.server.prompts import (
     pinned,
     unknown_field,
 )
-from prefixstore.server.rates import AnswerTail, Rates, RequestUsage
+from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
@@ -155,24 +155,29 @@ def test_fields_are_added_at_the_end_and_win():
     assert json.loads(pinned(b"{ }", id_slot=1)) == {"id_slot": 1}
 
 
-def test_what_a_model_says_is_not_taken_for_the_words_of_the_server():
-    said = json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": {"cache_n": 1, "prompt_n": 2}})
-    tail = AnswerTail()
-    for i in range(0, len(said), 7):
-        tail.feed(said[i : i + 7].encode())
-    assert tail.usage() == RequestUsage(1, 2)
-    tail = AnswerTail()
-    tail.feed(json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}'}).encode())
-    assert tail.usage() is None
+SAID = {"cache_n": 1, "prompt_n": 2}
+STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4, "output_tokens": 0}}}
 
 
 @pytest.mark.parametrize(
-    "end", [b'"logprob":-', b'"prob":1e', b'"timings":{"cache_n":1e999,"prompt_n":1}', b'"prompt_tokens":1e99,"n":--']
+    ("parts", "usage"),
+    [
+        # what a model says is escaped
+        ([{"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": SAID}], Usage(1, 2)),
+        ([{"content": '"timings":{"cache_n":9,"prompt_n":9}'}], None),
+        ([{"timings": SAID, "probabilities": ["a long list"] * 2000}], Usage(1, 2)),
+        ([STARTED, *[{"delta": "a long answer"}] * 2000, {"usage": {"output_tokens": 2000}}], Usage(3, 4, 2000)),
+        # the end of one that is cut may be half a number
+        ([{"cached_tokens": 3}, '"prompt_tokens":1'], None),
+        ([{"cached_tokens": 3, "prompt_tokens": 1e99}], None),
+    ],
 )
-def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
-    tail = AnswerTail()
-    tail.feed(b'{"content":"a","cached_tokens":3,' + end)
-    assert tail.usage() is None
+def test_what_the_server_says_of_a_prompt_is_found_wherever_it_stands(parts: list[Any], usage: Usage | None):
+    said = "".join(part if isinstance(part, str) else f"{json.dumps(part)}\n\n" for part in parts).encode()
+    report = Report()
+    for i in range(0, len(said), 7):
+        report.feed(said[i : i + 7])
+    assert report.usage() == usage
 
 
 # -- slots ------------------------------------------------------------------------------------------------------------
@@ -182,7 +187,7 @@ class Store:
     """A store in which `n_tokens` of each prompt are found, and whose copy of a slot ends when it is told to."""
 
     n_bytes = 1
-    reason = None
+    reason: str | None = None
     can_cut = True
     has_media = False
     saved_seconds = 0.0
@@ -305,11 +310,31 @@ def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
     assert reasons == ["slow"] * n_left_out + [None] * (200 - n_left_out)
 
 
-def test_a_prompt_that_is_too_short_for_the_store_is_told_so():
-    async def scene(manager: SlotManager) -> str:
-        return (await manager.acquire(tokens(*range(20)), None)).told
+@pytest.mark.parametrize(
+    ("n", "held", "found", "told", "source"),
+    [
+        (20, 0, None, "restored=0 of 20; computed=20; reason=short", ("none", "short")),
+        # the last token is always computed
+        (20, 20, None, "restored=0 of 20; computed=1; reason=short", ("live", "short")),
+        (60, 60, None, "restored=0 of 60; computed=1; reason=live", ("live", None)),
+        (60, 0, "not_found", "restored=0 of 60; computed=60; reason=not_found", ("none", "not_found")),
+        # it would have to step back
+        (60, 41, "diverged", "restored=0 of 60; computed=60; reason=diverged", ("none", "diverged")),
+    ],
+)
+def test_what_a_client_is_told_is_what_is_counted(
+    n: int, held: int, found: str | None, told: str, source: tuple[str, str | None]
+):
+    store = Store()
+    store.reason, store.can_cut = found, False
 
-    assert with_slots(1, scene) == "restored=0 of 20; computed=20; reason=short"
+    async def scene(manager: SlotManager) -> tuple[str, tuple[str, str | None]]:
+        slot = manager.pool.slots[0]
+        slot.tokens = tokens(*range(held)) if held in (0, n) else tokens(*range(held - 1), 99)
+        claim = await manager.acquire(tokens(*range(n)), None)
+        return claim.told, claim.outcome(Usage(claim.n_reused, n - claim.n_reused))
+
+    assert with_slots(1, scene, store) == (told, source)
 
 
 # -- when slots are saved ---------------------------------------------------------------------------------------------

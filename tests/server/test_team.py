@@ -162,21 +162,31 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_and_all_of_them_expire(serve
 def test_the_answer_says_what_was_restored_and_why_not_more(serve: Serve):
     served = serve("-np", "1")
 
-    def told(**fields: Any) -> str:
-        body = {"n_predict": 4, "temperature": 0, **fields}
-        return served.post("/completion", json=body).headers["x-prefixstore"]
+    def told(path: str = "/completion", **fields: Any) -> str:
+        return served.post(path, json={"n_predict": 4, "temperature": 0, **fields}).headers["x-prefixstore"]
 
     cold = told(prompt=prompt(1))
     n = int(cold.split()[2].rstrip(";"))
     assert cold == f"restored=0 of {n}; computed={n}; reason=not_found"
-    assert told(prompt=prompt(1)) == f"restored=0 of {n}; computed=0; reason=live"
-    assert served.status()["slots"][0]["last_prompt"] == f"restored=0 of {n}; computed=0; reason=live"
+    assert told(prompt=prompt(1)) == f"restored=0 of {n}; computed=1; reason=live"
+    assert served.status()["slots"][0]["last_prompt"] == f"restored=0 of {n}; computed=1; reason=live"
     served.saved()
     told(prompt=prompt(2))
     served.saved()
-    assert told(prompt=prompt(1), stream=True) == f"restored={n} of {n}; computed=0"
+    assert told(prompt=prompt(1), stream=True) == f"restored={n} of {n}; computed=1"
     assert told(prompt="a", best_of=2) == "restored=0; reason=several_answers"
     assert told(prompt="a", steering=1) == "restored=0; reason=unknown_field"
+    # what an answer says at its beginning, or not at all, is counted, too
+    before = served.status()["store"]
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": prompt(3)}], "ignore_eos": True}
+    for source in ("none", "live"):
+        told("/v1/messages", **chat, max_tokens=200, stream=True)
+        assert served.counts(1, "prefixstore_requests_total", endpoint="/v1/messages", source=source)
+    told(prompt=prompt(1), response_fields=["content"])
+    assert served.counts(2, "prefixstore_requests_total", endpoint="/completion", source="store")
+    after = served.status()["store"]
+    assert after["live_hits"] - before["live_hits"] == 1
+    assert after["prompt_tokens"] == served.metric("prefixstore_request_prompt_tokens_total")
 
 
 # -- a store that cannot be opened ------------------------------------------------------------------------------------
