@@ -3,112 +3,22 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
-from dataclasses import dataclass
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
-from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, Usage, head_of
-from tests.support.engines import MIB, MemoryPages
+from prefixstore.format.record import Usage
+from tests.support.engines import MemoryPages
 from tests.support.newer import make_corrupt, make_newer
 from tests.support.pages import make_page
 from tests.support.places import write_rows
 
 SPACES = [Namespace({"salt": salt, "model": model}) for salt, model in (("a", "x"), ("a", "y"), ("b", "x"))]
 NOW = 1_700_000_000_000_000_000
-CANONICAL = {one.key: one.canonical for one in SPACES}
-
-
-@pytest.fixture(params=["memory", "lmdb"])
-def backend(request, tmp_path):
-    with closing(
-        MemoryPages() if request.param == "memory" else Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
-    ) as found:
-        yield found
-
-
-@dataclass
-class Known:
-    """A page of the model."""
-
-    record: Record
-    usage: Usage
-
-    @property
-    def size(self):
-        return self.record.stored_bytes + len(self.record.tokens)
-
-
-class Model:
-    """Pages in a dict, and the same in a backend; what the rows should be is worked out when it is asked for."""
-
-    def __init__(self, backend):
-        self.backend = backend
-        self.pages: dict[bytes, Known] = {}
-
-    def leaves(self):
-        """The rows of leaves, and their values."""
-        parents = {page.record.parent for page in self.pages.values()}
-        return {
-            leaf_row(page.record.namespace, key): Leaf.of(head_of(page.record.pack()), page.usage)
-            for key, page in self.pages.items()
-            if key not in parents and not page.usage.pinned
-        }
-
-    def count(self, namespaces):
-        leaves, total = self.leaves(), Count()
-        for key, page in self.pages.items():
-            record, space = page.record, page.record.namespace
-            if space in namespaces:
-                pinned, has_leaf = page.usage.pinned, leaf_row(space, key) in leaves
-                sizes = (record.stored_bytes, record.raw_bytes, page.size)
-                total = total.plus(Count(1, *sizes, int(pinned), page.size * pinned, int(has_leaf)))
-        return total
-
-    def assert_equal(self):
-        with self.backend.view() as view:
-            assert stored_leaves(view) == self.leaves()
-            counts = view.counts()
-            assert counts.pop(keyspace.COUNT, Count()) == view.count() == self.count([one.key for one in SPACES])
-            for space in SPACES:
-                assert view.count(space.key) == self.count([space.key])
-            # a namespace without pages has no row
-            assert len(counts) == len({page.record.namespace for page in self.pages.values()})
-            assert {row: one for row, one in view.recount().items() if row != keyspace.COUNT} == counts
-            assert list(flaws(view)) == []
-            for salt in "ab":
-                spaces = {page.record.namespace for page in self.pages.values()}
-                assert view.namespaces_of(salt).keys() == spaces & {s.key for s in SPACES if s.settings["salt"] == salt}
-
-    def put(self, transaction, number, parent, space, usage):
-        """Put a page after a page of the model, or the first one of a sequence; its key."""
-        above = self.pages[parent].record if parent is not None else None
-        start = above.start + len(above.tokens) // 4 if above is not None else 0
-        payload = bytes(number % 50)
-        key, record = make_page(payload, [number] * 4, parent=parent or space, start=start, namespace=space)
-        if space in CANONICAL:
-            transaction.put_namespace(space, CANONICAL[space])
-        transaction.put(key, record, usage, payload)
-        self.pages[key] = Known(record, usage)
-        return key
-
-    def delete(self, transaction, key):
-        """Delete a page with what follows it, the last ones first."""
-        for child in [each for each, page in self.pages.items() if page.record.parent == key]:
-            self.delete(transaction, child)
-        assert transaction.delete(key)
-        del self.pages[key]
-
-
-def stored_leaves(view):
-    return {row.key: Leaf.unpack(row.value) for rows in keyspace.walk(view.rows, keyspace.LEAF) for row in rows}
 
 
 def some_usage(chance):
@@ -119,129 +29,171 @@ def some_usage(chance):
     )
 
 
-def tree(backend, n=40):
-    """Pages of all kinds."""
-    chance, model = random.Random(7), Model(backend)
+def pages_of_all_kinds():
+    """Records and usages by their keys, parents first."""
+    chance, pages = random.Random(1), {}
+    for number in range(1, 40):
+        parent = chance.choice([None, *pages])
+        above = pages[parent][0] if parent is not None else None
+        space = above.namespace if above is not None else chance.choice(SPACES).key
+        start = above.start + 4 if above is not None else 0
+        key, record = make_page(bytes(number), [number] * 4, parent=parent or space, start=start, namespace=space)
+        pages[key] = record, some_usage(chance)
+    return pages
+
+
+PAGES = pages_of_all_kinds()
+PARENTS = {record.parent for record, _ in PAGES.values()}
+LEAVES = [key for key, (_, usage) in PAGES.items() if key not in PARENTS and not usage.pinned]
+
+
+def put(backend, pages):
     with backend.update() as transaction:
         for space in SPACES:
             transaction.put_namespace(space.key, space.canonical)
-        for number in range(1, n):
-            parent = chance.choice([None, *model.pages])
-            space = model.pages[parent].record.namespace if parent is not None else chance.choice(SPACES).key
-            model.put(transaction, number, parent, space, some_usage(chance))
-    model.assert_equal()
-    return model
+        for key, (record, usage) in pages.items():
+            transaction.put(key, record, usage, bytes(record.stored_bytes))
+    return backend
 
 
-def flaws_of(backend):
+def delete(backend, key):
+    """Delete a page with what follows it, the last ones first."""
     with backend.view() as view:
-        return list(flaws(view))
+        family, below = [key], {one: record.parent for one, record, _ in view.scan()}
+    for one in family:
+        family += [child for child, parent in below.items() if parent == one]
+    with backend.update() as transaction:
+        for one in reversed(family):
+            assert transaction.delete(one)
+    return set(family)
 
 
-def first_leaf(model):
-    return next(iter(model.leaves().items()))
+def rows_of(backend):
+    """The rows of leaves and of counts, with which nothing is wrong."""
+    with backend.view() as view:
+        assert list(flaws(view)) == []
+        rows = [
+            row for kind in (keyspace.LEAF, keyspace.COUNT) for rows in keyspace.walk(view.rows, kind) for row in rows
+        ]
+    return {row.key: row.value for row in rows}
 
 
-def inner_page(model):
-    return next(page.record.parent for page in model.pages.values() if page.record.parent in model.pages)
+@pytest.fixture
+def backend():
+    return put(MemoryPages(), PAGES)
 
 
-def pinned_page(model):
-    with model.backend.update() as transaction:
-        return model.put(transaction, 900, None, SPACES[1].key, Usage(NOW, pinned=True))
+def test_pages_that_none_follows_and_that_are_not_pinned_have_leaves_and_all_are_counted(backend):
+    assert {row[-KEY_BYTES:] for row in rows_of(backend) if row.startswith(keyspace.LEAF)} == set(LEAVES)
+    with backend.view() as view:
+        for space in (None, *(one.key for one in SPACES)):
+            found = [key for key, (record, _) in PAGES.items() if space in (None, record.namespace)]
+            sizes = {key: PAGES[key][0].stored_bytes for key in found}
+            pinned = [sizes[key] + 16 for key in found if PAGES[key][1].pinned]
+            n, size, n_leaves = len(found), sum(sizes.values()), len(set(LEAVES) & set(found))
+            assert view.count(space) == Count(n, size, size, size + 16 * n, len(pinned), sum(pinned), n_leaves)
+        for salt in "ab":
+            assert view.namespaces_of(salt).keys() == {one.key for one in SPACES if one.settings["salt"] == salt}
 
 
-def leaf_row_of(model, key):
-    return leaf_row(model.pages[key].record.namespace, key)
+@pytest.mark.parametrize("seed", range(3))
+def test_after_any_changes_they_are_those_of_the_pages_that_are_left(backend, seed):
+    chance, left = random.Random(seed), dict(PAGES)
+    for step in range(40):
+        key, (record, _) = chance.choice(list(PAGES.items()))
+        usage = some_usage(chance)
+        if key not in left:
+            if record.parent in left or record.parent == record.namespace:
+                put(backend, {key: (record, usage)})
+                left[key] = record, usage
+        elif chance.random() < 0.3:
+            gone = delete(backend, key)
+            left = {one: page for one, page in left.items() if one not in gone}
+        else:
+            # written again, or used
+            left[key] = record, usage
+            with backend.update() as transaction:
+                if chance.random() < 0.5:
+                    transaction.touch(key, usage)
+                else:
+                    transaction.put(key, record, usage, bytes(record.stored_bytes))
+        if step % 10 == 9:
+            assert rows_of(backend) == rows_of(put(MemoryPages(), left))
 
 
-def count_rows(model):
-    """The rows of counts, that of all pages first."""
-    with model.backend.view() as view:
-        return sorted(view.counts().items())
-
-
-ABSENT = b"x" * KEY_BYTES
+ABSENT, LEAF = b"x" * KEY_BYTES, Leaf(bytes(KEY_BYTES), NOW, 0, 1, 4, 4, 1, 0, 0).pack()
+FOLLOWED = next(key for key in PAGES if key in PARENTS)
+PINNED = next(key for key, (_, usage) in PAGES.items() if usage.pinned and key not in PARENTS)
 STRANGE = keyspace.count_row(b"t" * keyspace.TENANT_BYTES, b"n" * KEY_BYTES)
-# what is written past the pages: of a model and its first leaf row, the rows, and the key that is named
+
+
+def row_of(key):
+    return leaf_row(PAGES[key][0].namespace, key)
+
+
+# the key of the page that is named, and what is written past the pages
 HARMS = {
-    "a missing leaf": lambda model, row, leaf: (row[-KEY_BYTES:], (row, None)),
-    "a leaf that cannot be read": lambda model, row, leaf: (row[-KEY_BYTES:], (row, leaf.pack()[:-1])),
-    "a leaf of a page that another follows": lambda model, row, leaf: (
-        key := inner_page(model),
-        (leaf_row_of(model, key), leaf.pack()),
+    "a missing leaf": lambda _: (LEAVES[0], (row_of(LEAVES[0]), None)),
+    "a leaf that cannot be read": lambda _: (LEAVES[0], (row_of(LEAVES[0]), LEAF[:-1])),
+    "a leaf of a page that another follows": lambda _: (FOLLOWED, (row_of(FOLLOWED), LEAF)),
+    "a leaf of a pinned page": lambda _: (PINNED, (row_of(PINNED), LEAF)),
+    "a leaf of no page": lambda _: (ABSENT, (leaf_row(SPACES[0].key, ABSENT), LEAF)),
+    "a leaf in another namespace": lambda _: (
+        LEAVES[0],
+        *((leaf_row(one.key, LEAVES[0]), LEAF) for one in SPACES if one.key != PAGES[LEAVES[0]][0].namespace),
     ),
-    "a leaf of a pinned page": lambda model, row, leaf: (
-        key := pinned_page(model),
-        (leaf_row_of(model, key), leaf.pack()),
-    ),
-    "a leaf of no page": lambda model, row, leaf: (ABSENT, (leaf_row(SPACES[0].key, ABSENT), leaf.pack())),
-    "a leaf in another namespace": lambda model, row, leaf: (
-        row[-KEY_BYTES:],
-        *((leaf_row(one.key, row[-KEY_BYTES:]), leaf.pack()) for one in SPACES if one.key != row[1 : 1 + KEY_BYTES]),
-    ),
-    "a wrong count of all": lambda model, *_: (
-        b"",
-        *((row, count.plus(Count(leaves=1)).pack()) for row, count in count_rows(model)[:1]),
-    ),
-    "a wrong count of a namespace": lambda model, *_: (
-        b"",
-        *((row, count.plus(Count(quota_bytes=-1)).pack()) for row, count in count_rows(model)[1:2]),
-    ),
-    "a missing count of a namespace": lambda model, *_: (b"", (count_rows(model)[1][0], None)),
-    "a count of a namespace that has none": lambda *_: (b"", (STRANGE, Count(3, leaves=3).pack())),
-    "damaged counts": lambda model, *_: (b"", *((row, b"garbage") for row, _ in count_rows(model))),
+    "a wrong count of all": lambda found: (b"", (found[0][0], found[0][1].plus(Count(leaves=1)).pack())),
+    "a wrong count of a namespace": lambda found: (b"", (found[1][0], found[1][1].plus(Count(quota_bytes=-1)).pack())),
+    "a missing count of a namespace": lambda found: (b"", (found[1][0], None)),
+    "a count of a namespace that has none": lambda _: (b"", (STRANGE, Count(3, leaves=3).pack())),
+    "damaged counts": lambda found: (b"", *((row, b"garbage") for row, _ in found)),
 }
 
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_wrong_row_is_found_and_mended(backend, harm):
-    model = tree(backend)
-    key, *rows = HARMS[harm](model, *first_leaf(model))
+    before = rows_of(backend)
+    with backend.view() as view:
+        key, *rows = HARMS[harm](sorted(view.counts().items()))
     write_rows(backend, *rows)
-    found = flaws_of(backend)
+    with backend.view() as view:
+        found = list(flaws(view))
     assert {rule for rule, *_ in found} == {"index"}
     assert key in {each for _, each, _ in found}
     backend.reindex()
-    model.assert_equal()
+    assert rows_of(backend) == before
 
 
-def test_a_page_that_is_deleted_leaves_no_row_whatever_its_record_says(backend):
-    for spoil in (make_corrupt, make_newer):
-        model = tree(backend)
-        key = next(iter(model.leaves()))[-KEY_BYTES:]
-        spoil(backend, key)
-        with backend.update() as transaction:
-            assert transaction.delete(key)
-            # as eviction does that comes upon the row
-            transaction.drop_leaf(model.pages[key].record.namespace, key)
-        backend.mend()
-        del model.pages[key]
-        model.assert_equal()
-        with backend.update() as transaction:
-            for root in [key for key, page in model.pages.items() if page.record.start == 0]:
-                model.delete(transaction, root)
-        model.assert_equal()
+@pytest.mark.parametrize("spoil", [make_corrupt, make_newer])
+def test_a_page_that_is_deleted_leaves_no_row_whatever_its_record_says(backend, spoil):
+    spoil(backend, LEAVES[0])
+    with backend.update() as transaction:
+        assert transaction.delete(LEAVES[0])
+        # as eviction does that comes upon the row
+        transaction.drop_leaf(PAGES[LEAVES[0]][0].namespace, LEAVES[0])
+        assert transaction.count().pages == len(PAGES) - 1
+    backend.mend()
+    assert rows_of(backend) == rows_of(put(MemoryPages(), {key: PAGES[key] for key in PAGES if key != LEAVES[0]}))
+    for key in [key for key, (record, _) in PAGES.items() if record.start == 0 and key != LEAVES[0]]:
+        delete(backend, key)
+    assert rows_of(backend) == {keyspace.COUNT: Count().pack()}
 
 
 def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exactly(backend):
-    model = tree(backend)
-    keys = list(model.pages)
-    for spoil, key in ((make_corrupt, keys[3]), (make_newer, keys[5])):
+    before, keys = rows_of(backend), list(PAGES)
+    spoiled = {key: PAGES[key] for key in (keys[3], keys[5])}
+    for spoil, key in zip((make_corrupt, make_newer), spoiled, strict=True):
         spoil(backend, key)
     backend.reindex()
-    spaces = [one.key for one in SPACES]
-    spoiled = {key: model.pages.pop(key) for key in (keys[3], keys[5])}
-    assert [rule for rule, *_ in flaws_of(backend) if rule == "index"] == []
     with backend.view() as view:
-        assert view.count().pages == len(model.pages) + 2
-        assert view.count()[1:3] == model.count(spaces)[1:3]
-        for space in spaces:
-            assert view.count(space)[:6] == model.count([space])[:6]
+        assert [rule for rule, *_ in flaws(view) if rule == "index"] == []
+        assert view.count().pages == len(PAGES)
+        for space in (None, *(one.key for one in SPACES)):
+            pages = [(key, record) for key, (record, _) in PAGES.items() if space in (None, record.namespace)]
+            sizes = [record.stored_bytes for key, record in pages if key not in spoiled]
+            assert view.count(space)[1:3] == (sum(sizes), sum(sizes))
+            assert space is None or view.count(space).pages == len(sizes)
     # put again, they are counted as before
-    with backend.update() as transaction:
-        for key, page in spoiled.items():
-            transaction.put(key, page.record, page.usage, bytes(page.record.stored_bytes))
-    model.pages |= spoiled
+    put(backend, spoiled)
     backend.reindex()
-    model.assert_equal()
+    assert rows_of(backend) == before
