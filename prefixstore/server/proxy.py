@@ -325,7 +325,7 @@ class Proxy:
                 await self._compute_ahead(exchange, ask, claim, manager)
             if await self._forward(exchange, body, report) == HTTPStatus.OK and is_counted:
                 # unless the answer says something else
-                usage = Usage(claim.n_reused, len(claim.tokens) - claim.n_reused)
+                usage = RequestUsage(claim.n_reused, len(claim.tokens) - claim.n_reused)
         finally:
             said = report.usage() if report.status == HTTPStatus.OK else None
             manager.release(claim, said, began=ask.taints or report.status in (None, HTTPStatus.OK))

@@ -158,7 +158,7 @@ class Report:
             )
         generated = int(said.get(b"completion_tokens", said.get(b"output_tokens", 0)))
         if b"cache_read_input_tokens" in said and b"input_tokens" in said:
-            return Usage(int(said[b"cache_read_input_tokens"]), int(said[b"input_tokens"]), generated)
+            return RequestUsage(int(said[b"cache_read_input_tokens"]), int(said[b"input_tokens"]), generated)
         total = said.get(b"prompt_tokens", said.get(b"input_tokens"))
         if total is None or b"cached_tokens" not in said:
             return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
-from prefixstore.server.rates import Rates, Usage
+from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_files import Restored
 
 __all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
@@ -159,7 +159,7 @@ class Claim:
         n, computed = len(self.tokens), len(self.tokens) - self.n_reused
         return f"restored={self.n_restored} of {n}; computed={computed}" + (f"; reason={reason}" if reason else "")
 
-    def outcome(self, usage: Usage) -> tuple[str, str | None]:
+    def outcome(self, usage: RequestUsage) -> tuple[str, str | None]:
         """Where the server has found the beginning of the prompt: "store", "live" or "none"; why not in the store."""
         if self.n_restored:
             return ("store", None) if usage.cached_tokens else ("none", "restored_in_vain")

@@ -10,7 +10,7 @@ import pytest
 
 from prefixstore.backends.contract import Draft, Row
 from prefixstore.backends.keys import HEADER
-from prefixstore.engine.child_rows import Child, first_node, node_below
+from prefixstore.engine.child_rows import ChildRow, first_node, node_below
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import PAGE, as_tokens

@@ -10,7 +10,7 @@ import pytest
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import child_rows, keyspace
-from prefixstore.engine.child_rows import Child, child_path, first_node
+from prefixstore.engine.child_rows import ChildRow, child_path, first_node
 from prefixstore.engine.keyspace import CHILD
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of

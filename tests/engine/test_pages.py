@@ -9,7 +9,7 @@ import pytest
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.child_rows import Child
+from prefixstore.engine.child_rows import ChildRow
 from prefixstore.engine.invariants import flaws, violations
 from prefixstore.engine.keyspace import CHILD, RECORD, Count
 from prefixstore.engine.keyspace import everything as everything_of

@@ -163,16 +163,16 @@ STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4
     ("parts", "usage"),
     [
         # what a model says is escaped
-        ([{"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": SAID}], Usage(1, 2)),
+        ([{"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": SAID}], RequestUsage(1, 2)),
         ([{"content": '"timings":{"cache_n":9,"prompt_n":9}'}], None),
-        ([{"timings": SAID, "probabilities": ["a long list"] * 2000}], Usage(1, 2)),
-        ([STARTED, *[{"delta": "a long answer"}] * 2000, {"usage": {"output_tokens": 2000}}], Usage(3, 4, 2000)),
+        ([{"timings": SAID, "probabilities": ["a long list"] * 2000}], RequestUsage(1, 2)),
+        ([STARTED, *[{"delta": "a long answer"}] * 2000, {"usage": {"output_tokens": 2000}}], RequestUsage(3, 4, 2000)),
         # the end of one that is cut may be half a number
         ([{"cached_tokens": 3}, '"prompt_tokens":1'], None),
         ([{"cached_tokens": 3, "prompt_tokens": 1e99}], None),
     ],
 )
-def test_what_the_server_says_of_a_prompt_is_found_wherever_it_stands(parts: list[Any], usage: Usage | None):
+def test_what_the_server_says_of_a_prompt_is_found_wherever_it_stands(parts: list[Any], usage: RequestUsage | None):
     said = "".join(part if isinstance(part, str) else f"{json.dumps(part)}\n\n" for part in parts).encode()
     report = Report()
     for i in range(0, len(said), 7):
@@ -332,7 +332,7 @@ def test_what_a_client_is_told_is_what_is_counted(
         slot = manager.pool.slots[0]
         slot.tokens = tokens(*range(held)) if held in (0, n) else tokens(*range(held - 1), 99)
         claim = await manager.acquire(tokens(*range(n)), None)
-        return claim.told, claim.outcome(Usage(claim.n_reused, n - claim.n_reused))
+        return claim.told, claim.outcome(RequestUsage(claim.n_reused, n - claim.n_reused))
 
     assert with_slots(1, scene, store) == (told, source)
 
