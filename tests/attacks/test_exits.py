@@ -19,7 +19,7 @@ SCRIPT = """
 import atexit, gc, os, signal, sys, threading
 import prefixstore.opening
 from prefixstore import PrefixStore
-from prefixstore.engine import queue
+from prefixstore.engine import write_queue
 from tests.support.faults import FlakyBackend
 from tests.support.models import answer, load, prompt
 from tests.support.timeouts import disable_timeouts
@@ -39,7 +39,7 @@ made[-1].slow = ("update",)
 if speed == "slow":
     made[-1].seconds = 0.3
 elif speed == "hangs":
-    queue.NO_PROGRESS_SECONDS = 2.0
+    write_queue.NO_PROGRESS_SECONDS = 2.0
     made[-1].gate.clear()
 for seed in range(1, 4):
     answer(llm, prompt(300, seed), 2)

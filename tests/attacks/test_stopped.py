@@ -11,7 +11,7 @@ import pytest
 
 from prefixstore.backends.objects import store as objects
 from prefixstore.backends.sql import postgresql, sqlite
-from prefixstore.engine import queue
+from prefixstore.engine import write_queue
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, ROOT, outcome
@@ -48,7 +48,7 @@ def ends(work):
 @pytest.fixture
 def impatient(monkeypatch):
     """Waits for locks, and for the turn of another, are short."""
-    monkeypatch.setattr(queue, "NO_PROGRESS_SECONDS", 2.0)
+    monkeypatch.setattr(write_queue, "NO_PROGRESS_SECONDS", 2.0)
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.5)
     monkeypatch.setattr(postgresql, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(objects, "TURN_SECONDS", 2.0)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prefixstore.engine import breaker, compute_rate, queue, tiers
+from prefixstore.engine import breaker, compute_rate, tiers, write_queue
 from prefixstore.server import prefill, rates, slot_manager
 
 # the limits from which on something counts as slow, and values that are never reached
@@ -14,7 +14,7 @@ ENDLESS = (
     (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
     (breaker, "HANG_SECONDS", 1000.0),  # a local one that does not answer
-    (queue, "NO_PROGRESS_SECONDS", 1000.0),  # a write, or a flush
+    (write_queue, "NO_PROGRESS_SECONDS", 1000.0),  # a write, or a flush
     (compute_rate, "MAX_SLOWDOWN", 1e9),  # a restore that waits for a core, where computing takes a millisecond
     (compute_rate, "MAX_SHARE", 1e9),  # one that is given up, for the same reason
     (compute_rate, "MAX_CAPTURE_SHARE", 1e9),  # capturing where computing takes a millisecond
