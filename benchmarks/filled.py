@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import page_key
@@ -106,7 +106,7 @@ def fill(backend: Pages, space: Namespace, n_pages: int) -> int:
     return n_put
 
 
-def put(transaction: Transaction, pages: list[tuple[bytes, Record]], *, pinned: bool = False) -> int:
+def put(transaction: PageUpdate, pages: list[tuple[bytes, Record]], *, pinned: bool = False) -> int:
     """Put these pages; how many there are."""
     for key, record in pages:
         transaction.put(key, record, Usage(record.created, pinned=pinned), PAYLOAD)

@@ -19,7 +19,7 @@ import numpy as np
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.keyspace import bookmarks_note
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
@@ -162,7 +162,7 @@ class Bookmarks(Part):
                 self._seen[namespace].pop(name, None)
         return deleted
 
-    def write(self, transaction: Transaction, batch: Collection[bytes]) -> None:
+    def write(self, transaction: PageUpdate, batch: Collection[bytes]) -> None:
         """Write waiting bookmarks, after the pages of a batch.
 
         A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is

@@ -13,7 +13,7 @@ from prefixstore.counters import Counters
 from prefixstore.engine.eviction import Victim
 from prefixstore.engine.located import PagedPrompt, Waiting
 from prefixstore.engine.page import Page, is_same, later
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Damage, Deferred, DropReason, Outdated, PendingPage, Use
 from prefixstore.engine.policy import Leaves, Policy
@@ -344,7 +344,7 @@ class Catalog:
     # -- transactions -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def update(self, backend: Pages) -> Iterator[Transaction]:
+    def update(self, backend: Pages) -> Iterator[PageUpdate]:
         """A transaction. When it is committed, what it has deleted is counted."""
         with backend.update() as transaction:
             try:

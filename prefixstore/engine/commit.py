@@ -20,7 +20,7 @@ from prefixstore.engine.budget import HIGH_WATER, LOW_WATER
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.eviction import Victim
 from prefixstore.engine.page import Page, is_same, later
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Deferred, DropReason, PendingPage, Use
@@ -48,7 +48,7 @@ class Batch:
         The others, and why.
     """
 
-    def __init__(self, transaction: Transaction, space: Space, evictor: Evictor, deleter: Deleter) -> None:
+    def __init__(self, transaction: PageUpdate, space: Space, evictor: Evictor, deleter: Deleter) -> None:
         self._transaction = transaction
         self._space = space
         self._evictor = evictor
@@ -370,7 +370,7 @@ class Committer(Part):
         elif used <= most * LOW_WATER:
             self._encode.is_short_of_space = False
 
-    def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:
+    def _clean_up(self, transaction: PageUpdate, space: Space, deferred: Deferred) -> int:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
         # Snapshots that were thinned out: not one that is pinned, gone, or was captured again.
         for key in deferred.thinned:
@@ -389,7 +389,7 @@ class Committer(Part):
         return n_damaged
 
 
-def _write_uses(transaction: Transaction, uses: Mapping[bytes, Use]) -> None:
+def _write_uses(transaction: PageUpdate, uses: Mapping[bytes, Use]) -> None:
     now = time.time_ns()
     transaction.read_ahead(list(uses))
     for key, use in uses.items():

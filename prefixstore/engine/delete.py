@@ -12,7 +12,7 @@ from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.child_rows import children_of, first_node
 from prefixstore.engine.invariants import Violation, is_stray, strays
 from prefixstore.engine.keyspace import COUNT, RECORD, walk
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView, tokens_of
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
@@ -221,7 +221,7 @@ class Deleter(Part):
 
     def _delete_some(
         self,
-        transaction: Transaction,
+        transaction: PageUpdate,
         keys: Iterable[bytes],
         at_once: int = PAGES_AT_ONCE,
         choice: Choice | None = None,
@@ -246,7 +246,7 @@ class Deleter(Part):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
         return deleted, set(left)
 
-    def delete_damaged(self, transaction: Transaction, suspects: Mapping[bytes, Damage]) -> tuple[int, set[bytes]]:
+    def delete_damaged(self, transaction: PageUpdate, suspects: Mapping[bytes, Damage]) -> tuple[int, set[bytes]]:
         """Delete those suspects that are really damaged, or useless, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
@@ -258,7 +258,7 @@ class Deleter(Part):
         deleted, left = self._delete_some(transaction, doomed)
         return len(deleted), left | later
 
-    def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
+    def delete_other(self, transaction: PageUpdate, key: bytes) -> list[bytes]:
         """Delete the other page stored under a key, and its descendants; returns their keys."""
         gone: list[bytes] = []
         while True:
@@ -275,14 +275,14 @@ class Deleter(Part):
             transaction.drop_empty_namespaces()
 
 
-def _is_needed(transaction: Transaction, key: bytes) -> bool:
+def _is_needed(transaction: PageUpdate, key: bytes) -> bool:
     """Whether something follows a page that stays: what a newer version wrote, or what leads to that."""
     nodes = [first_node(key, form) for form in (PAGE, SNAPSHOT)]
     children = [child for some in children_of(transaction.rows, nodes) for child in some]
     return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
-def _is_damaged(transaction: Transaction, key: bytes, damage: Damage) -> bool:
+def _is_damaged(transaction: PageUpdate, key: bytes, damage: Damage) -> bool:
     """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)

@@ -82,7 +82,7 @@ class Check(NamedTuple):
         The letter of the rows.
     find
         What is wrong with some rows of this kind. The rule ``index`` is what `Pages.reindex` mends, ``orphan`` what
-        `Transaction.delete` does; for the others a page is deleted.
+        `PageUpdate.delete` does; for the others a page is deleted.
     """
 
     kind: bytes

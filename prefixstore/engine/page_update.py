@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prefixstore.backends.contract import Row, Update
+from prefixstore.backends.contract import Backend, Row, Update
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.keyspace import (
     Count,
@@ -17,20 +17,21 @@ from prefixstore.engine.keyspace import (
     leaf_row,
 )
 from prefixstore.engine.page_view import PageView, child_rows_of, counted_as, leaf_of, path_in, usage_in
+from prefixstore.engine.record_cache import RecordCache
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
-__all__ = ["Transaction"]
+__all__ = ["PageUpdate"]
 
 
-class Transaction(PageView):
+class PageUpdate(PageView):
     """Reads and changes pages: exclusive, and all or nothing."""
 
     _rows: Update
 
-    def __init__(self, rows: Update, *, is_local: bool, check: Callable[[], None]) -> None:
-        super().__init__(rows, is_local=is_local, check=check)
+    def __init__(self, rows: Update, backend: Backend) -> None:
+        super().__init__(rows, backend, RecordCache())
         # of tenants: the rows in which their namespaces are counted
         self._spaces: dict[str, list[bytes]] = {}
         # namespaces that had no pages for a moment

@@ -7,7 +7,7 @@ page is deleted meanwhile. The caller owns nothing and copies nothing. A missing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
@@ -29,7 +29,6 @@ from prefixstore.format.record import FACTS, Buffer, Facts, Head, Record, Usage,
 __all__ = [
     "PageView",
     "Used",
-    "child_rows_of",
     "counted_as",
     "leaf_of",
     "path_in",
@@ -47,19 +46,15 @@ class Used:
 
 
 class PageView:
-    """Reads pages.
+    """Reads pages, in the rows of a view of this backend.
 
-    Where reading a row is cheap, since the location `is_local`, fewer are read, one after the other. What the rows are
-    in is checked by `check`, which raises `CorruptError` if the location cannot be used at all.
+    Of a local one, where a read is cheap, fewer rows are read, one after the other.
     """
 
-    def __init__(
-        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], cache: RecordCache | None = None
-    ) -> None:
+    def __init__(self, rows: contract.View, backend: contract.Backend, cache: RecordCache) -> None:
         self._rows = rows
-        self._cache = cache if cache is not None else RecordCache()
-        self.is_local = is_local
-        self.check = check
+        self._cache = cache
+        self.is_local, self.check = backend.is_local, backend.check
         # of namespaces whose settings were read
         self._salts: dict[bytes, str | None] = {}
 
@@ -259,7 +254,7 @@ class PageView:
         return self._rows.get([keyspace.NAMESPACE + key])[0]
 
     def note(self, name: bytes) -> bytes | None:
-        """The note that `Transaction.put_note` wrote under this name."""
+        """The note that `PageUpdate.put_note` wrote under this name."""
         return self._rows.get([keyspace.NOTE + name])[0]
 
     @property

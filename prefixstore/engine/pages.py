@@ -20,7 +20,7 @@ from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.record_cache import RecordCache
 from prefixstore.errors import (
@@ -45,8 +45,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # what `Pages.reindex` mends, in this order, and how
-MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
-    (LOST, Transaction.enter),
+MENDED: Sequence[tuple[Check, Callable[[PageUpdate, Row], None]]] = (
+    (LOST, PageUpdate.enter),
     (MISPLACED, lambda transaction, row: child_rows.take_out(transaction.rows, row.key)),
     (HOLLOW, lambda transaction, row: child_rows.mend_child(transaction.rows, row.key)),
     (WRONG_LEAVES, lambda transaction, row: transaction.mend_leaf(row.key[1:])),
@@ -177,17 +177,17 @@ class Pages:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         rows = self.rows
         with (self.encrypted or rows).view() as view:
-            yield PageView(view, is_local=rows.is_local, check=rows.check, cache=self.cache)
+            yield PageView(view, rows, self.cache)
 
     @contextmanager
-    def update(self) -> Iterator[Transaction]:
+    def update(self) -> Iterator[PageUpdate]:
         """Read and write. Waits for other transactions; leaving the block commits.
 
         If it has deleted a page whose record does not say where it was, `mend` is to be called.
         """
         rows = self.rows
         with (self.encrypted or rows).update() as update:
-            transaction = Transaction(update, is_local=rows.is_local, check=rows.check)
+            transaction = PageUpdate(update, rows)
             yield transaction
             transaction.finish()
         self._is_torn = self._is_torn or transaction.is_torn
@@ -221,7 +221,7 @@ class Pages:
                     break
         self._correct_counts()
 
-    def _mend_all(self, check: Check, mend: Callable[[Transaction, Row], None]) -> bool:
+    def _mend_all(self, check: Check, mend: Callable[[PageUpdate, Row], None]) -> bool:
         """Mend all rows that a check finds wrong, some at a time; whether there were any."""
         was_wrong, start, at_once = False, check.kind, REINDEXED_AT_ONCE
         while start:
@@ -235,7 +235,7 @@ class Pages:
 
     @retried
     def _mend_some(
-        self, check: Check, mend: Callable[[Transaction, Row], None], start: bytes, at_once: int
+        self, check: Check, mend: Callable[[PageUpdate, Row], None], start: bytes, at_once: int
     ) -> tuple[bytes, bool]:
         """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
         with self.update() as transaction:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from prefixstore.counters import Kept
 from prefixstore.engine.budget import PART_FOR_A_NOTE
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
@@ -35,7 +35,7 @@ PATIENCE = 1.0
 POLICY_NOTE = b"policy"
 
 
-def note_policy(transaction: Transaction, name: str) -> None:
+def note_policy(transaction: PageUpdate, name: str) -> None:
     """Note the name of the policy in a location, for commands that open it without the store's parameters."""
     if name and transaction.note(POLICY_NOTE) != name.encode():
         transaction.put_note(POLICY_NOTE, name.encode())

@@ -15,7 +15,7 @@ from prefixstore.engine.budget import Evicted
 from prefixstore.engine.eviction import ALL, Group, Victim, Victims
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page import Page
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView, Used
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
@@ -65,7 +65,7 @@ class Evictor(Part):
         """Note how much the location holds."""
         self.used, self.peak_bytes = used, max(self.peak_bytes, used.bytes)
 
-    def load(self, transaction: Transaction) -> None:
+    def load(self, transaction: PageUpdate) -> None:
         """Have the policy go on with what was learned, before the first eviction."""
         name = self.catalog.policy.note
         if self.has_loaded or name is None:
@@ -196,7 +196,7 @@ class Evictor(Part):
 class Space:
     """Makes space in one transaction."""
 
-    def __init__(self, evictor: Evictor, transaction: Transaction) -> None:
+    def __init__(self, evictor: Evictor, transaction: PageUpdate) -> None:
         self._evictor = evictor
         self._budget = evictor.budget
         self._transaction = transaction

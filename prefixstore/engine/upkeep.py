@@ -14,7 +14,7 @@ from prefixstore.engine.delete import Choice, Deleter
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page import Page, Path
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
@@ -134,7 +134,7 @@ class Upkeep(Part):
         """
         path = Path((), 0)
 
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
+        def chosen(transaction: PageUpdate) -> Sequence[bytes]:
             nonlocal path
             prompt = self._lookups.prompt(namespace, tokens, page_tokens)
             found = self._lookups.locate(transaction, prompt, self._catalog.along(prompt), snapshots=True)
@@ -157,13 +157,13 @@ class Upkeep(Part):
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
 
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
+        def chosen(transaction: PageUpdate) -> Sequence[bytes]:
             return pinned_with(transaction, page.key, pinned=pinned)
 
         return self._set_pinned(chosen, pinned=pinned)
 
     @retried
-    def _set_pinned(self, choose: Callable[[Transaction], Sequence[bytes]], *, pinned: bool) -> int:
+    def _set_pinned(self, choose: Callable[[PageUpdate], Sequence[bytes]], *, pinned: bool) -> int:
         changed = 0
         with self._catalog.update(self._backend) as transaction:
             keys = choose(transaction)

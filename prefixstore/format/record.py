@@ -325,7 +325,7 @@ Facts: TypeAlias = npt.NDArray[np.void]
 _RECORDS, _USAGES = _layout(_RECORD_FIELDS), _layout(_USAGE_FIELDS)
 _OF_RECORD = ("parent", "namespace", "raw_bytes", "stored_bytes", "created", "start", "n_tokens", "compute_us", "form")
 _OF_USAGE = ("last_used", "expires", "hits", "priority")
-# What `View.facts` returns of a page: all but its tokens, its checksum and its payload.
+# What `PageView.facts` returns of a page: all but its tokens, its checksum and its payload.
 FACTS = np.dtype(
     [
         ("key", f"V{KEY_BYTES}"),
@@ -342,7 +342,7 @@ def facts_of(
     records: Sequence[Buffer],
     usages: Sequence[Buffer | None],
 ) -> Facts:
-    """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing."""
+    """The facts of pages, as `PageView.facts` returns them, from their stored bytes; the usage may be missing."""
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])
     record, sizes = _fields(records, RECORD.size, _RECORDS)
