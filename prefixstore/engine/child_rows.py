@@ -21,7 +21,7 @@ from typing import NamedTuple
 from prefixstore.backends.contract import Range, Row, Update, View, after_all
 from prefixstore.engine.keyspace import CHILD, RECORD, under
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
-from prefixstore.format.record import Buffer, place_of
+from prefixstore.format.record import Buffer, Identity, Record, identity_of
 
 __all__ = [
     "ChildRow",
@@ -37,6 +37,7 @@ __all__ = [
     "mend_child",
     "nearest",
     "pages_below",
+    "path_of",
     "remove_child",
     "take_out",
 ]
@@ -106,6 +107,11 @@ def child_path(parent: bytes, form: int, tokens: Buffer) -> list[bytes]:
     return path
 
 
+def path_of(page: Record | Identity) -> list[bytes]:
+    """The path of this page; see `child_path`."""
+    return child_path(page.parent, page.form, page.tokens)
+
+
 def child_bytes(n_token_bytes: int) -> int:
     """The length of the longest key on the path of a page with so many bytes of tokens."""
     return len(CHILD) + NODE_BYTES + min(n_token_bytes, STEP_BYTES)
@@ -133,9 +139,8 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
 
 def _split(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> ChildRow | None:
     """Move the page that is alone below row `i` one node down, and return the new row; None if it is not stored."""
-    record = draft.get([RECORD + other])[0]
-    place = place_of(record) if record is not None else None
-    its_path = child_path(*place) if place is not None else []
+    identity = identity_of(draft.get([RECORD + other])[0])
+    its_path = path_of(identity) if identity is not None else []
     if its_path[: i + 1] != list(path[: i + 1]):
         return None
     if len(its_path) == i + 1:

@@ -216,7 +216,7 @@ def _wrong_leaves(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
 def _stray_leaves(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
     for row, record in zip(rows, records, strict=True):
-        head = head_of(record) if record is not None else None
+        head = head_of(record)
         if record is None or (head is not None and head.namespace != row.key[1 : 1 + KEY_BYTES]):
             yield Fault(row, "index", "eviction may choose it, but it is not there")
 

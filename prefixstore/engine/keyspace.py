@@ -155,6 +155,12 @@ class Count(NamedTuple):
     pinned_bytes: int = 0
     leaves: int = 0
 
+    @classmethod
+    def of(cls, head: Head, usage: Usage) -> Count:
+        """What a page with this record and usage counts as, without a leaf row."""
+        size = head.quota_bytes
+        return cls(1, head.stored_bytes, head.raw_bytes, size, int(usage.pinned), size * usage.pinned)
+
     def plus(self, other: Count) -> Count:
         """With the pages of another one."""
         return Count(*map(add, self, other))

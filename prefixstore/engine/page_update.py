@@ -16,11 +16,11 @@ from prefixstore.engine.keyspace import (
     Leaf,
     leaf_row,
 )
-from prefixstore.engine.page_view import PageView, child_rows_of, counted_as, leaf_of, path_in, usage_in
-from prefixstore.engine.record_cache import RecordCache
+from prefixstore.engine.page_view import PageView, leaf_of, usage_in
+from prefixstore.engine.record_cache import Entry, RecordCache
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
-from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
+from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, identity_of, record_bytes
 
 __all__ = ["PageUpdate"]
 
@@ -28,7 +28,7 @@ __all__ = ["PageUpdate"]
 class PageUpdate(PageView):
     """Reads and changes pages: exclusive, and all or nothing."""
 
-    _rows: Update
+    rows: Update
 
     def __init__(self, rows: Update, backend: Backend) -> None:
         super().__init__(rows, backend, RecordCache())
@@ -51,7 +51,7 @@ class PageUpdate(PageView):
             self._spaces[salt] = [self._count_row(namespace) for namespace in found]
             return found
         rows = self._spaces[salt]
-        stored = [Row(row, value or b"") for row, value in zip(rows, self._rows.get(rows), strict=True)]
+        stored = [Row(row, value or b"") for row, value in zip(rows, self.rows.get(rows), strict=True)]
         return {row[-KEY_BYTES:]: count for row, count in self._counts_in(stored).items()}
 
     def _owner(self, namespace: bytes) -> bytes:
@@ -62,30 +62,26 @@ class PageUpdate(PageView):
     def _add(self, namespace: bytes, change: Count) -> None:
         """Count a change of a namespace."""
         row, after = self._count_row(namespace), self.count(namespace).plus(change)
-        if self._rows.get([row])[0] is None:
+        if self.rows.get([row])[0] is None:
             # perhaps another one of a tenant
             self._spaces.clear()
         if not after.pages:
             self._emptied.add(namespace)
-        self._rows.put(keyspace.COUNT, self.count().plus(change).pack())
-        self._rows.put(row, after.pack())
+        self.rows.put(keyspace.COUNT, self.count().plus(change).pack())
+        self.rows.put(row, after.pack())
 
     def replace_counts(self, counts: dict[bytes, Count]) -> None:
         """Write other counts than those that are there."""
         counts = {row: count for row, count in counts.items() if count.pages or row == keyspace.COUNT}
         for row in self.counts().keys() - counts.keys():
-            self._rows.delete(row)
+            self.rows.delete(row)
             self._emptied.add(row[-KEY_BYTES:])
         for row, count in counts.items():
-            self._rows.put(row, count.pack())
-
-    @property
-    def rows(self) -> Update:
-        return self._rows
+            self.rows.put(row, count.pack())
 
     def cost(self, record: Record, n_bytes: int) -> int:
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
-        costs, n_token_bytes = self._rows.costs, len(record.tokens)
+        costs, n_token_bytes = self.rows.costs, len(record.tokens)
         key = bytes(1 + KEY_BYTES)
         child = costs.of(bytes(child_rows.child_bytes(n_token_bytes)), key)
         leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
@@ -97,44 +93,40 @@ class PageUpdate(PageView):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
-        path, space = child_rows_of(record), record.namespace
+        path, space = child_rows.child_rows_of(record), record.namespace
         owner = self._owner(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
         wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
-        old, old_usage, parent, *_ = self._rows.get(wanted)
+        old, old_usage, parent, *_ = self.rows.get(wanted)
         replaced = self._uncount(old, old_usage)
-        packed = record.pack()
-        head = head_of(packed)
-        assert head is not None
-        self._add(space, counted_as(head, usage.pack()))
-        self._rows.put(keyspace.RECORD + key, packed, payload, replaced=replaced, owner=owner)
-        self._rows.put(keyspace.USAGE + key, usage.pack())
-        place = place_of(old) if old is not None else None
-        if place is not None and (before := child_rows.child_path(*place)) != path:
-            # another page has had this key, or its record is damaged
-            child_rows.remove_child(self._rows, key, before)
-        child_rows.add_child(self._rows, key, path, owner)
+        self._add(space, Count.of(record.head, usage))
+        self.rows.put(keyspace.RECORD + key, record.pack(), payload, replaced=replaced, owner=owner)
+        self.rows.put(keyspace.USAGE + key, usage.pack())
+        identity = identity_of(old)
+        if identity is not None and (before := child_rows.path_of(identity)) != path:
+            # another page had this key, or its record is damaged
+            child_rows.remove_child(self.rows, key, before)
+        child_rows.add_child(self.rows, key, path, owner)
         # also a page that was not here may be followed: by one that has lost it
         is_leaf = not usage.pinned and not self.followed([key])
-        self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
-        if parent is not None and (found := head_of(parent)) is not None:
+        self._set_leaf(space, mine, Leaf.of(record.head, usage) if is_leaf else None)
+        if (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
         self.deleted.discard(key)
 
     def delete(self, key: bytes) -> bool:
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
-        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
-        replaced = self._uncount(record, usage)
-        place = place_of(record) if record is not None else None
+        record, usage = self.rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         if record is None and usage is None:
             return False
-        if record is not None and place is not None:
-            self.is_torn |= not child_rows.remove_child(self._rows, key, child_rows.child_path(*place))
-        self._rows.delete(keyspace.RECORD + key, replaced=replaced)
-        self._rows.delete(keyspace.USAGE + key)
-        if record is not None and place is not None:
-            self.drop_leaf(namespace_in(record), key)
-            self.mend_leaf(place[0])
+        replaced, identity = self._uncount(record, usage), identity_of(record)
+        if identity is not None:
+            self.is_torn |= not child_rows.remove_child(self.rows, key, child_rows.path_of(identity))
+        self.rows.delete(keyspace.RECORD + key, replaced=replaced)
+        self.rows.delete(keyspace.USAGE + key)
+        if identity is not None:
+            self.drop_leaf(identity.namespace, key)
+            self.mend_leaf(identity.parent)
         self.deleted.add(key)
         return True
 
@@ -145,20 +137,20 @@ class PageUpdate(PageView):
         head = head_of(record)
         if head is None:
             self.is_torn = True
-            self._rows.put(keyspace.COUNT, self.count().plus(Count(-1)).pack())
+            self.rows.put(keyspace.COUNT, self.count().plus(Count(-1)).pack())
             return None
-        self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
+        self._add(head.namespace, Count(*(-n for n in Count.of(head, usage_in(usage)))))
         return head.stored_bytes
 
     def _set_leaf(self, namespace: bytes, row: bytes, leaf: Leaf | None) -> None:
         """Write a leaf row, or delete it."""
-        is_there = self._rows.get([row])[0] is not None
+        is_there = self.rows.get([row])[0] is not None
         if is_there != (leaf is not None):
             self._add(namespace, Count(leaves=-1 if leaf is None else 1))
         if leaf is not None:
-            self._rows.put(row, leaf.pack())
+            self.rows.put(row, leaf.pack())
         elif is_there:
-            self._rows.delete(row)
+            self.rows.delete(row)
 
     def drop_leaf(self, namespace: bytes, key: bytes) -> None:
         """Have eviction no longer choose a page that is not stored."""
@@ -166,7 +158,7 @@ class PageUpdate(PageView):
 
     def mend_leaf(self, key: bytes) -> None:
         """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
-        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
+        record, usage = self.rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
@@ -175,14 +167,14 @@ class PageUpdate(PageView):
         """Read what touching these pages needs, at once."""
         entries = self._entries(keys)
         spaces = {one.key: one.record.namespace for one in entries if isinstance(one.record, Record)}
-        self._rows.get([leaf_row(space, key) for key, space in spaces.items()])
+        self.rows.get([leaf_row(space, key) for key, space in spaces.items()])
 
     def touch(self, key: bytes, usage: Usage) -> None:
         """Replace the usage of a page; nothing happens if the page is gone."""
-        record, old = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
+        record, old = self.rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         if record is None:
             return
-        self._rows.put(keyspace.USAGE + key, usage.pack())
+        self.rows.put(keyspace.USAGE + key, usage.pack())
         head, was_pinned = head_of(record), usage_in(old).pinned
         if head is None:
             return
@@ -190,15 +182,15 @@ class PageUpdate(PageView):
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
             self.mend_leaf(key)
-        elif self._rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
-            self._rows.put(row, Leaf.of(head, usage).pack())
+        elif self.rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
+            self.rows.put(row, Leaf.of(head, usage).pack())
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         """Store the canonical settings of a namespace."""
         if self.namespace(key) == settings:
             return
         self._salts[key] = salt_in(settings)
-        self._rows.put(keyspace.NAMESPACE + key, settings, owner=self._owner(key))
+        self.rows.put(keyspace.NAMESPACE + key, settings, owner=self._owner(key))
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of all namespaces that have no pages."""
@@ -208,8 +200,8 @@ class PageUpdate(PageView):
 
     def _drop_namespace(self, key: bytes) -> None:
         """Forget the settings of a namespace, and the names of its sequences."""
-        self._rows.delete(keyspace.NAMESPACE + key)
-        self._rows.delete(keyspace.NOTE + keyspace.bookmarks_note(key))
+        self.rows.delete(keyspace.NAMESPACE + key)
+        self.rows.delete(keyspace.NOTE + keyspace.bookmarks_note(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it.
@@ -217,22 +209,22 @@ class PageUpdate(PageView):
         What it says of a namespace belongs to the tenant whose that is.
         """
         if value is None:
-            self._rows.delete(keyspace.NOTE + name)
+            self.rows.delete(keyspace.NOTE + name)
         else:
-            self._rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
+            self.rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
     def enter(self, row: Row) -> None:
         """Index the page of a record row, unless it cannot be read: its path may be that of another page."""
-        path = path_in(row.key[1:], row.value)
-        if path is not None:
-            child_rows.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
+        key, record, _ = Entry.of(row.key[1:], row.value, None)
+        if isinstance(record, Record):
+            child_rows.add_child(self.rows, key, child_rows.path_of(record), self._owner(record.namespace))
 
     def finish(self) -> None:
         """Forget namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
         for namespace in self._emptied:
             if not self.count(namespace).pages:
-                self._rows.delete(self._count_row(namespace))
+                self.rows.delete(self._count_row(namespace))
                 self._drop_namespace(namespace)

@@ -24,12 +24,11 @@ from prefixstore.engine.record_cache import Entry, RecordCache
 from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import salt_in
-from prefixstore.format.record import FACTS, Buffer, Facts, Head, Record, Usage, facts_of, head_of
+from prefixstore.format.record import FACTS, Buffer, Facts, Record, Usage, facts_of, head_of
 
 __all__ = [
     "PageView",
     "Used",
-    "counted_as",
     "leaf_of",
     "path_in",
     "tokens_of",
@@ -46,13 +45,13 @@ class Used:
 
 
 class PageView:
-    """Reads pages, in the rows of a view of this backend.
+    """Reads pages from the `rows` of a view of this backend.
 
-    Of a local one, where a read is cheap, fewer rows are read, one after the other.
+    From a local one, where a read is cheap, it reads fewer rows, one after the other.
     """
 
     def __init__(self, rows: contract.View, backend: contract.Backend, cache: RecordCache) -> None:
-        self._rows = rows
+        self.rows = rows
         self._cache = cache
         self.is_local, self.check = backend.is_local, backend.check
         # of namespaces whose settings were read
@@ -62,12 +61,12 @@ class PageView:
 
     def record(self, key: bytes) -> Record | None:
         """The record of a page. Raises `CorruptError` or `IncompatibleError` if it cannot be read."""
-        stored = self._rows.get([keyspace.RECORD + key])[0]
+        stored = self.rows.get([keyspace.RECORD + key])[0]
         return Record.unpack(key, stored) if stored is not None else None
 
     def usage(self, key: bytes) -> Usage | None:
         """The usage of a page."""
-        stored = self._rows.get([keyspace.USAGE + key])[0]
+        stored = self.rows.get([keyspace.USAGE + key])[0]
         return Usage.unpack(stored) if stored is not None else None
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
@@ -76,7 +75,7 @@ class PageView:
 
     def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
         """Those of these pages that are stored."""
-        stored = self._rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
+        stored = self.rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
         return self._cache.entries(keys, stored)
 
     def leading(self, keys: Sequence[bytes], doubtful: Container[bytes] = ()) -> list[Entry]:
@@ -94,7 +93,7 @@ class PageView:
         # mostly all of them are there
         middle = high - 1
         while low < high:
-            if self._rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
+            if self.rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
                 low = middle + 1
             else:
                 high = middle
@@ -102,7 +101,7 @@ class PageView:
         for gone in keys[high:]:
             self._cache.forget(gone)
         keys = keys[:high]
-        usages = self._rows.get([keyspace.USAGE + key for key in keys])
+        usages = self.rows.get([keyspace.USAGE + key for key in keys])
         known = self._cache.known
         found = [None if key in doubtful else known(key, usage) for key, usage in zip(keys, usages, strict=True)]
         if None in found:
@@ -113,7 +112,7 @@ class PageView:
 
     def _leading_far(self, keys: Sequence[bytes]) -> list[Entry]:
         # where each row is a request, more and more of them
-        step = len(keys) if self._rows.at_once is None else self._rows.at_once // 4
+        step = len(keys) if self.rows.at_once is None else self.rows.at_once // 4
         found: list[Entry] = []
         n_asked = 0
         while len(found) == n_asked < len(keys):
@@ -123,8 +122,8 @@ class PageView:
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         """All pages: key, record (or why it cannot be read), usage. In no particular order."""
-        for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
+        for rows in keyspace.walk(self.rows, keyspace.RECORD):
+            usages = self.rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
@@ -134,7 +133,7 @@ class PageView:
         out. Those that cannot be read at all have nothing but a key.
         """
         found: list[contract.Row] = []
-        for rows in keyspace.walk(self._rows, keyspace.RECORD, after):
+        for rows in keyspace.walk(self.rows, keyspace.RECORD, after):
             found += (row for row in rows if len(row.key) == 1 + KEY_BYTES)
             if len(found) >= at_most:
                 break
@@ -142,14 +141,14 @@ class PageView:
             return np.empty(0, FACTS)
         keys = [row.key[1:] for row in found[:at_most]]
         return facts_of(
-            keys, [row.value for row in found[:at_most]], self._rows.get([keyspace.USAGE + key for key in keys])
+            keys, [row.value for row in found[:at_most]], self.rows.get([keyspace.USAGE + key for key in keys])
         )
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
     def payload(self, key: bytes) -> Buffer | None:
         """The stored bytes of a page, valid until the view closes. They are not verified."""
-        found = next(iter(self._rows.payloads([keyspace.RECORD + key])))
+        found = next(iter(self.rows.payloads([keyspace.RECORD + key])))
         return found[1] if found is not None else None
 
     def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
@@ -160,7 +159,7 @@ class PageView:
 
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
-        for key, found in zip(keys, self._rows.payloads([keyspace.RECORD + key for key in keys]), strict=True):
+        for key, found in zip(keys, self.rows.payloads([keyspace.RECORD + key for key in keys]), strict=True):
             if found is None:
                 return
             record = Record.unpack(key, found[0])
@@ -171,7 +170,7 @@ class PageView:
     @property
     def arrived(self) -> int:
         """Bytes that have arrived of the payload that `fetch` receives, if that is known. Any thread may read it."""
-        return self._rows.arrived
+        return self.rows.arrived
 
     # -- children -----------------------------------------------------------------------------------------------------
 
@@ -191,12 +190,12 @@ class PageView:
         beside: Iterable[Sequence[contract.Row]]
         if self.is_local:
             # mostly the first step is enough
-            beside, snapshots = (self._rows.ranges([side])[0] for side in sides), self._rows.ranges(nodes)
+            beside, snapshots = (self.rows.ranges([side])[0] for side in sides), self.rows.ranges(nodes)
         else:
-            found = self._rows.ranges(sides + nodes)
+            found = self.rows.ranges(sides + nodes)
             beside, snapshots = found[: len(sides)], found[len(sides) :]
-        keys = child_rows.nearest(self._rows, path, beside)
-        children = child_rows.pages_below(self._rows, snapshots)
+        keys = child_rows.nearest(self.rows, path, beside)
+        children = child_rows.pages_below(self.rows, snapshots)
         entries = self._readable([*keys, *(key for some in children for key in some)])
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):
@@ -214,20 +213,20 @@ class PageView:
         The first pages of a namespace are its children. With `at_most`, only so many of each parent, the first ones.
         """
         nodes = [child_rows.first_node(parent, form) for parent in dict.fromkeys(parents)]
-        keys = [key for some in child_rows.children_of(self._rows, nodes, at_most) for key in some]
+        keys = [key for some in child_rows.children_of(self.rows, nodes, at_most) for key in some]
         entries = self._readable(keys)
         return [entries[key] for key in keys if key in entries]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
-        found = self._rows.ranges([keyspace.under(child_rows.all_children(key), 1) for key in keys])
+        found = self.rows.ranges([keyspace.under(child_rows.all_children(key), 1) for key in keys])
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
 
     def require_plain(self) -> None:
         """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
-        if (name := key_of(self._rows.get([HEADER])[0])) is not None:
+        if (name := key_of(self.rows.get([HEADER])[0])) is not None:
             raise LocationError(
                 f"it is encrypted, under the key {name.hex()}: set PREFIXSTORE_KEY, or key= (copy: "
                 "--from-key, --to-key), to where that is: file:/etc/kv.key"
@@ -236,7 +235,7 @@ class PageView:
     def require_header(self) -> None:
         """Raise `LocationError` if the rows are encrypted, but nothing says so any more."""
         kinds = (keyspace.RECORD, keyspace.NAMESPACE)
-        found = self._rows.ranges([keyspace.everything(kind)._replace(limit=1) for kind in kinds])
+        found = self.rows.ranges([keyspace.everything(kind)._replace(limit=1) for kind in kinds])
         records, settings = ([row.value for row in rows] for rows in found)
         if records and not any(map(head_of, records)) and not any(text.startswith(b"{") for text in settings):
             raise LocationError(
@@ -246,33 +245,28 @@ class PageView:
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
-        rows = self._rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]
+        rows = self.rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]
         return {row.key[1:]: row.value for row in rows}
 
     def namespace(self, key: bytes) -> bytes | None:
         """Canonical settings of one namespace."""
-        return self._rows.get([keyspace.NAMESPACE + key])[0]
+        return self.rows.get([keyspace.NAMESPACE + key])[0]
 
     def note(self, name: bytes) -> bytes | None:
         """The note that `PageUpdate.put_note` wrote under this name."""
-        return self._rows.get([keyspace.NOTE + name])[0]
-
-    @property
-    def rows(self) -> contract.View:
-        """The rows, for what eviction samples."""
-        return self._rows
+        return self.rows.get([keyspace.NOTE + name])[0]
 
     def count(self, namespace: bytes | None = None) -> Count:
         """What a namespace holds, or all of them."""
         if namespace is None:
-            counted = Count.unpack(self._rows.get([keyspace.COUNT])[0])
+            counted = Count.unpack(self.rows.get([keyspace.COUNT])[0])
             return self.recount()[keyspace.COUNT] if counted is None else counted
         row = self._count_row(namespace)
-        return self._counts_in([contract.Row(row, self._rows.get([row])[0] or b"")])[row]
+        return self._counts_in([contract.Row(row, self.rows.get([row])[0] or b"")])[row]
 
     def namespaces_of(self, salt: str) -> dict[bytes, Count]:
         """The namespaces with this salt that have pages, and what they hold."""
-        rows = self._rows.ranges([keyspace.counts_of(keyspace.tenant_of(salt, b""))])[0]
+        rows = self.rows.ranges([keyspace.counts_of(keyspace.tenant_of(salt, b""))])[0]
         return {row[-KEY_BYTES:]: count for row, count in self._counts_in(rows).items()}
 
     def _counts_in(self, rows: Iterable[contract.Row]) -> dict[bytes, Count]:
@@ -284,7 +278,7 @@ class PageView:
     def _salt(self, namespace: bytes) -> str | None:
         """The salt of a namespace: settings that are missing, or damaged, name none."""
         if namespace not in self._salts:
-            self._salts[namespace] = salt_in(self._rows.get([keyspace.NAMESPACE + namespace])[0])
+            self._salts[namespace] = salt_in(self.rows.get([keyspace.NAMESPACE + namespace])[0])
         return self._salts[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
@@ -294,15 +288,15 @@ class PageView:
         """All rows of counts as they should be. Pages that cannot be read count with all pages only."""
         found: dict[bytes, Count] = {}
         every = damaged = Count()
-        for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
+        for rows in keyspace.walk(self.rows, keyspace.RECORD):
+            usages = self.rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             for row, usage in zip(rows, usages, strict=True):
                 head = head_of(row.value)
                 if head is None:
                     damaged = damaged.plus(Count(1))
                 else:
-                    found[head.namespace] = found.get(head.namespace, Count()).plus(counted_as(head, usage))
-        for rows in keyspace.walk(self._rows, keyspace.LEAF):
+                    found[head.namespace] = found.get(head.namespace, Count()).plus(Count.of(head, usage_in(usage)))
+        for rows in keyspace.walk(self.rows, keyspace.LEAF):
             for row in rows:
                 namespace = row.key[1 : 1 + KEY_BYTES]
                 found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
@@ -313,11 +307,11 @@ class PageView:
     @property
     def used(self) -> Used:
         """The size of the location, index included; inside a transaction, including what it has written so far."""
-        return Used(self._rows.used, self.count().pages)
+        return Used(self.rows.used, self.count().pages)
 
     def counts(self) -> dict[bytes, Count]:
         """All rows of counts that can be read."""
-        rows = (row for some in keyspace.walk(self._rows, keyspace.COUNT) for row in some)
+        rows = (row for some in keyspace.walk(self.rows, keyspace.COUNT) for row in some)
         return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
 
 
@@ -334,15 +328,9 @@ def usage_in(stored: bytes | None) -> Usage:
     return Usage(0)
 
 
-def counted_as(head: Head, usage: bytes | None) -> Count:
-    """What a page counts as."""
-    size, is_pinned = head.quota_bytes, usage_in(usage).pinned
-    return Count(1, head.stored_bytes, head.raw_bytes, size, int(is_pinned), size * is_pinned)
-
-
 def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[bytes | None, Leaf | None]:
     """The leaf row that a stored page may have, and its value, None if it is pinned; no row if it cannot be read."""
-    head = head_of(record) if record is not None else None
+    head = head_of(record)
     if head is None:
         return None, None
     found = usage_in(usage)
@@ -352,9 +340,4 @@ def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[byte
 def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
     """The child rows that a stored page can have; None if it is not there, or cannot be read."""
     record = Entry.of(key, stored, None).record if stored is not None else None
-    return child_rows_of(record) if isinstance(record, Record) else None
-
-
-def child_rows_of(record: Record) -> list[bytes]:
-    """The child rows that a page can have."""
-    return child_rows.child_path(record.parent, record.form, record.tokens)
+    return child_rows.child_rows_of(record) if isinstance(record, Record) else None

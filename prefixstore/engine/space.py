@@ -23,7 +23,7 @@ from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.policy import Leaves, Ranks
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.namespace import salt_in
-from prefixstore.format.record import head_of, time_of_use
+from prefixstore.format.record import time_of_use
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 
@@ -170,10 +170,8 @@ class Evictor(Part):
 
     def admits(self, new: PendingPage, victim: Victim) -> bool:
         """Whether a new page is worth more than a victim, by the policy."""
-        page, head = new.page, head_of(new.record.pack())
-        assert head is not None
         with self.catalog.lock:
-            return self.catalog.policy.admits(Leaf.of(head, page.usage), victim.leaf)
+            return self.catalog.policy.admits(Leaf.of(new.record.head, new.page.usage), victim.leaf)
 
     def evicted(self, victim: Victim, now: int) -> None:
         """Count and remember that a victim was deleted, at this time in nanoseconds since the epoch."""

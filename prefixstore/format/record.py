@@ -27,14 +27,14 @@ __all__ = [
     "Buffer",
     "Facts",
     "Head",
+    "Identity",
     "Record",
     "StoredPage",
     "Usage",
     "checksum",
     "facts_of",
     "head_of",
-    "namespace_in",
-    "place_of",
+    "identity_of",
     "record_bytes",
     "time_of_use",
 ]
@@ -184,6 +184,12 @@ class Record:
         """The boundary: the position after the last token."""
         return self.start + len(self.tokens) // TOKEN_BYTES
 
+    @property
+    def head(self) -> Head:
+        """The fixed fields, without tokens and payload."""
+        sizes = len(self.tokens) // TOKEN_BYTES, self.raw_bytes, self.stored_bytes
+        return Head(self.namespace, self.parent, self.start, *sizes, self.form)
+
     def follows(self, parent: Record | None) -> bool:
         """Whether the page starts where its parent ends; `parent` is None for the first page of a sequence."""
         if parent is None:
@@ -261,18 +267,21 @@ def record_bytes(n_token_bytes: int) -> int:
     return RECORD.size + n_token_bytes + RECORD_SEAL.size
 
 
-def place_of(stored: Buffer) -> tuple[bytes, int, bytes] | None:
-    """Parent, form and tokens in a stored record, which may be damaged; None if it is too short to have them."""
-    if len(stored) < RECORD.size + RECORD_SEAL.size:
+class Identity(NamedTuple):
+    """What makes a page this page, and where it is indexed; see `Record`."""
+
+    namespace: bytes
+    parent: bytes
+    form: int
+    tokens: bytes
+
+
+def identity_of(stored: Buffer | None) -> Identity | None:
+    """The page that a stored record names, which may be damaged; None if it is missing, or too short."""
+    if stored is None or len(stored) < RECORD.size + RECORD_SEAL.size:
         return None
     head = RECORD.unpack_from(stored)
-    return head[11], head[2], bytes(stored[RECORD.size : -RECORD_SEAL.size])
-
-
-def namespace_in(stored: Buffer) -> bytes:
-    """The namespace in a stored record that `place_of` can read, and which may be damaged."""
-    found: bytes = RECORD.unpack_from(stored)[10]
-    return found
+    return Identity(head[10], head[11], head[2], bytes(stored[RECORD.size : -RECORD_SEAL.size]))
 
 
 class Head(NamedTuple):
@@ -292,9 +301,9 @@ class Head(NamedTuple):
         return self.stored_bytes + self.n_tokens * TOKEN_BYTES
 
 
-def head_of(stored: Buffer) -> Head | None:
-    """The fixed fields of a stored record; None if it is damaged, or of another version."""
-    if len(stored) < RECORD.size + RECORD_SEAL.size or stored[0] != FORMAT_VERSION:
+def head_of(stored: Buffer | None) -> Head | None:
+    """The fixed fields of a stored record; None if it is missing, damaged, or of another version."""
+    if stored is None or len(stored) < RECORD.size + RECORD_SEAL.size or stored[0] != FORMAT_VERSION:
         return None
     if _seal(stored[: -RECORD_SEAL.size]) != stored[-RECORD_SEAL.size :]:
         return None

@@ -13,7 +13,7 @@ from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.child_rows import ChildRow, child_path, first_node
 from prefixstore.engine.keyspace import CHILD
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
-from prefixstore.format.record import place_of
+from prefixstore.format.record import identity_of
 from tests.support.pages import NAMESPACE, make_page
 
 OTHER = bytes(reversed(NAMESPACE))
@@ -49,7 +49,7 @@ def is_child(view, record):
 
 def tokens_of(view, key):
     # also those of a first page without tokens, which is none
-    return place_of(view.get([keyspace.RECORD + key])[0])[2]
+    return identity_of(view.get([keyspace.RECORD + key])[0]).tokens
 
 
 def children(view, parent=NAMESPACE, form=PAGE, at_most=None):

@@ -24,6 +24,6 @@ def make_corrupt(backend, key):
 
 def _replace(backend, key, changed):
     with backend.update() as transaction:
-        rows = transaction._rows
+        rows = transaction.rows
         rows.put(RECORD + key, changed(rows.get([RECORD + key])[0]))
         transaction._has_changed = True
