@@ -1,4 +1,4 @@
-"""What this process has that is not in the location yet: captured pages, and uses and deletions to be written."""
+"""What this process has not written yet: pending pages, and deferred changes of stored pages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("prefixstore")
 
 
 class Catalog:
-    """Pages that wait for a commit, and what is written with them. The lock is never held while a location is asked.
+    """Pending pages and deferred changes. No location is called while the lock is held.
 
     Attributes
     ----------
     n_lookups
         How many lookups were recorded, hits and misses, since this engine was opened.
     is_far
-        Whether pages that are found are those of the far one of two locations.
+        Whether this is the catalog of the far location.
     """
 
     n_lookups = 0
@@ -44,25 +44,25 @@ class Catalog:
     def __init__(self, policy: Policy, counters: Counters) -> None:
         self.policy = policy
         self._counters = counters
-        # also held while the policy is asked
+        # also held while the policy is called
         self.lock = threading.RLock()
         self._pending: dict[bytes, PendingPage] = {}
-        # by what they follow, and key
+        # by parent and key
         self._after: dict[bytes, dict[bytes, PendingPage]] = {}
         self._deferred = Deferred()
-        # Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
+        # The last use of any page. The next one is dated later, even if the clock was set back meanwhile.
         self._latest = 0
         self._started = time.time_ns()
 
     def time_of_use(self) -> int:
-        """The time of a use: nanoseconds since the epoch, and later than every other."""
+        """The time of a use that happens now, in nanoseconds since the epoch, and later than every other."""
         self._latest = max(self._latest + 1, time.time_ns())
         return self._latest
 
     # -- for lookups --------------------------------------------------------------------------------------------------
 
     def along(self, prompt: PagedPrompt) -> Waiting:
-        """What waits along a prompt."""
+        """What is pending along a prompt."""
         with self.lock:
             damaged = {key: one.created for key, one in self._deferred.damaged.items()}
             if not self._pending:
@@ -73,12 +73,12 @@ class Catalog:
             return Waiting(pages, after, damaged)
 
     def all_waiting(self) -> tuple[list[Page], Mapping[bytes, Use]]:
-        """Copies of all pages that wait, and the uses of pages that do."""
+        """Copies of all pending pages, and the deferred uses."""
         with self.lock:
             return [replace(new.page, children=[]) for new in self._pending.values()], dict(self._deferred.uses)
 
-    def nodes(self, entries: Sequence[Entry]) -> list[Page]:
-        """Stored pages, with the uses that are still to be written."""
+    def with_uses(self, entries: Sequence[Entry]) -> list[Page]:
+        """The pages of these entries, deferred uses included."""
         found: list[Page] = []
         with self.lock:
             uses, newest, latest = self._deferred.uses, time.time_ns() + CLOCK_SLACK, self._latest
@@ -86,12 +86,12 @@ class Catalog:
                 assert isinstance(record, Record)
                 page = Page.stored(key, record, usage)
                 if page.last_used > newest:
-                    # not believable: no use of it was seen by this process
+                    # a time in the future is not believed; this process has not used the page
                     page.last_used = self._started
                 elif page.last_used > latest:
                     latest = page.last_used
                 if page.expires and key in self._pending:
-                    # it was captured again, and lasts as long as that
+                    # it was captured again, and expires no earlier than the new capture
                     page.expires = later(page.expires, self._pending[key].page.expires)
                 if key in uses:
                     uses[key].apply(page)
@@ -103,7 +103,7 @@ class Catalog:
         return found
 
     def unreadable(self, entry: Entry) -> None:
-        """A stored page cannot be read: if it is damaged, it is deleted with the next commit."""
+        """Log that a stored page cannot be read; if it is damaged, the next commit deletes it."""
         key, record, _ = entry
         if isinstance(record, (Record, CorruptError)):
             with self.lock:
@@ -114,18 +114,18 @@ class Catalog:
     # -- pending pages ------------------------------------------------------------------------------------------------
 
     def get(self, key: bytes) -> Page | None:
-        """The page with this key, if it waits."""
+        """The page with this key, if it is pending."""
         with self.lock:
             new = self._pending.get(key)
             return new.page if new is not None else None
 
     def pending_after(self, parent: bytes) -> list[Page]:
-        """The pages and snapshots that wait, and follow this page or namespace."""
+        """The pending pages and snapshots that follow this page or namespace."""
         with self.lock:
             return [new.page for new in self._after.get(parent, {}).values()]
 
     def announce(self, new: PendingPage) -> bool:
-        """Have a captured page matched from now on; False if it is here already, or a longer page that covers it is."""
+        """Make a page pending, for lookups to find; False if it is already, or a longer page that covers it."""
         page = new.page
         with self.lock:
             beside = list(self._after.get(page.parent, {}).values()) if page.form == PAGE else []
@@ -136,7 +136,7 @@ class Catalog:
                 page.last_used = self.time_of_use()
             self._deferred.expired = self._deferred.expired or page.expires > 0
             for tail in beside:
-                # not written yet, and not needed any more; a stored one is deleted when the new page is written
+                # a pending tail that the new page covers; a stored one is deleted when the new page is written
                 if _continues(new, tail.page) and not tail.is_writing and tail.page.key not in self._after:
                     self.give_up([tail], Outdated.SUPERSEDED)
             self._pending[page.key] = new
@@ -145,20 +145,20 @@ class Catalog:
             return True
 
     def states(self, pages: Sequence[Page]) -> dict[bytes, memoryview]:
-        """The states of those of these pages that are pending. They stay valid as long as they are referenced."""
+        """The states of those of these pages that are pending; valid as long as they are referenced."""
         found: dict[bytes, memoryview] = {}
         with self.lock:
             for page in pages:
                 new = self._pending.get(page.key)
                 buffer = new.buffer if new is not None and is_same(new.page, page) else None
                 state = buffer.view if buffer is not None else memoryview(b"")
-                # not one that a queue which is being closed gives back at this moment
+                # not a buffer that is being released, as when the queue is closed
                 if buffer is not None and len(state) == page.raw_bytes:
                     found[page.key] = state
         return found
 
     def _forget(self, key: bytes) -> list[PendingPage]:
-        """Take a pending page, and what waits after it, out; what was taken."""
+        """Remove a pending page and its pending descendants; returns what was removed."""
         taken: list[PendingPage] = []
         waiting = [key]
         while waiting:
@@ -177,13 +177,13 @@ class Catalog:
         return new
 
     def give_up(self, news: Iterable[PendingPage], reason: DropReason | Outdated | None = None) -> None:
-        """Give these pages up, those that are still pending, with what depends on them; without a reason uncounted."""
+        """Drop those of these pages that are still pending, with their descendants; counted if there is a reason."""
         with self.lock:
             for new in news:
                 if not self.is_pending(new):
                     continue
                 if reason is DropReason.ADMISSION:
-                    # if it is captured again, that is another use
+                    # remembered: if it is captured again, that is another use
                     self.policy.evicted(new.page.key, new.page.uses, new.page.last_used)
                 lost = self._forget(new.page.key)
                 if isinstance(reason, DropReason):
@@ -192,11 +192,11 @@ class Catalog:
                     self._counters.count(f"outdated:{reason.value}", n_captured)
 
     def is_pending(self, new: PendingPage) -> bool:
-        """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
+        """Whether this very page is still pending: not superseded, dropped, or cleared and captured again."""
         return self._pending.get(new.page.key) is new
 
     def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
-        """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""
+        """Mark a page as being written; False if it is no longer pending, or if a longer page covers it."""
         with self.lock:
             if not self.is_pending(new):
                 return False
@@ -207,7 +207,7 @@ class Catalog:
             return True
 
     def committed(self, written: Sequence[PendingPage], deferred: Deferred) -> None:
-        """Record that these pages are stored now, and the deferred changes made."""
+        """Note that these pages are stored now, and that these deferred changes were made."""
         with self.lock:
             for new in written:
                 if self.is_pending(new):
@@ -216,26 +216,26 @@ class Catalog:
 
     @property
     def pending_counts(self) -> tuple[int, int]:
-        """How many captured pages, and how many snapshots, wait for a commit."""
+        """How many captured pages and how many captured snapshots are pending."""
         with self.lock:
             forms = [new.page.form for new in self._pending.values() if new.is_captured]
         n_snapshots = forms.count(SNAPSHOT)
         return len(forms) - n_snapshots, n_snapshots
 
     def waits_beside(self, batch: Collection[bytes]) -> bool:
-        """Whether other pages than these wait for a commit."""
+        """Whether pages other than these are pending."""
         with self.lock:
             return any(key not in batch for key in self._pending)
 
-    # -- other changes ------------------------------------------------------------------------------------------------
+    # -- deferred changes ---------------------------------------------------------------------------------------------
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, or pages to be deleted, wait for the next commit."""
+        """Whether anything waits for the next commit besides pending pages."""
         return bool(self._deferred)
 
     def deferred(self, batch: Collection[bytes] = ()) -> Deferred:
-        """The deferred changes, to be made with these pages. Uses of others that wait are written with those."""
+        """The deferred changes to be committed with a batch. Uses of other pending pages wait for those."""
         with self.lock:
             deferred = self._deferred.copy()
             for key in deferred.uses.keys() & self._pending.keys() - set(batch):
@@ -250,9 +250,9 @@ class Catalog:
         *,
         is_written: bool = True,
     ) -> None:
-        """Record a lookup and the pages it used, none for a miss; renew their time to live.
+        """Note a lookup and the pages that it used (none for a miss), and renew their time to live.
 
-        Without `is_written`, nothing waits for a commit.
+        Without `is_written`, the uses are not written to the location.
         """
         fresh: list[int] = []
         with self.lock:
@@ -275,7 +275,7 @@ class Catalog:
             self._counters.observe("first_reuse", [(now - created) / 1e9 for created in fresh])
 
     def discard_snapshot(self, page: Page) -> None:
-        """Give up a snapshot that is no longer wanted; if it is stored, the next commit deletes it."""
+        """Drop a snapshot that is no longer wanted; if it is stored, the next commit deletes it."""
         with self.lock:
             new = self._pending.get(page.key)
             if new is not None and not new.is_writing:
@@ -283,38 +283,38 @@ class Catalog:
             self._deferred.thinned.add(page.key)
 
     def is_thinned(self, key: bytes) -> bool:
-        """Whether a snapshot is given up already."""
+        """Whether `discard_snapshot` was called for this one."""
         return key in self._deferred.thinned
 
     def mark_damaged(self, page: Page, *, is_useless: bool = False) -> None:
-        """Have a damaged page, and what follows it, deleted with the next commit; until then it is not found."""
+        """Let the next commit delete a damaged page and its descendants; until then lookups do not find it."""
         with self.lock:
             known = self._deferred.damaged.get(page.key)
             is_useless = is_useless or (known is not None and known.is_useless and known.created == page.created)
             self._deferred.damaged[page.key] = Damage(page.created, is_useless)
 
     def is_damaged(self, key: bytes, page: Page | Record) -> bool:
-        """Whether a stored page is not to be used. Another one may have been written under the key since."""
+        """Whether this page was marked as damaged, and not another one that was stored under its key."""
         found = self._deferred.damaged.get(key)
         return found is not None and found.created == page.created
 
     def forget(self, page: Page) -> None:
-        """Give up a page that is to be deleted, if it waits; not one that was captured again since."""
+        """Drop a page that is to be deleted, if it is pending and was not captured again since."""
         with self.lock:
             new = self._pending.get(page.key)
             if new is not None and new.page.created == page.created:
                 self.give_up([new], Outdated.DELETED)
 
     def expired(self) -> None:
-        """A lookup has found an expired page, which is to be deleted."""
+        """Note that a lookup has found an expired page."""
         self._deferred.expired = True
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
     def enter_uses(self, keys: Sequence[bytes], leaves: Leaves) -> None:
-        """Enter in leaves with these page keys what is to be written of their uses."""
+        """Add the deferred uses of these pages to their leaves."""
         with self.lock:
-            # a time in the future is not believed, unless this process has seen such uses before its clock was set back
+            # a time in the future is not believed, unless this process saw such uses before its clock was set back
             times = leaves["last_used"]
             times[times > max(time.time_ns() + CLOCK_SLACK, self._latest)] = self._started
             used = self._deferred.uses
@@ -325,9 +325,9 @@ class Catalog:
                 leaf["expires"] = max(leaf["expires"], use.expires) if leaf["expires"] else 0
 
     def may_evict(self, victim: Victim) -> bool:
-        """Whether a victim may be deleted: nothing that waits follows it, and it was not used since it was ranked.
+        """Whether a victim may be deleted: no pending page follows it, and it was not used since it was ranked.
 
-        A captured page stays for the commit that writes it; an imported one may be evicted at once.
+        A captured page may not be evicted by the commit that writes it; an imported one may.
         """
         key = victim.key
         with self.lock:
@@ -345,12 +345,12 @@ class Catalog:
 
     @contextmanager
     def update(self, backend: Pages) -> Iterator[PageUpdate]:
-        """A transaction. When it is committed, what it has deleted is counted."""
+        """An update, followed by its `after_commit` steps; pages that it has deleted are counted."""
         with backend.update() as transaction:
             try:
                 yield transaction
             finally:
-                # the steps refer to what they are a part of: pages would wait for the garbage collector
+                # the steps refer to the update: without this the garbage collector would have to break the cycle
                 steps, transaction.after_commit = transaction.after_commit, []
         self._counters.count("frees", len(transaction.deleted))
         for step in steps:
@@ -358,5 +358,5 @@ class Catalog:
 
 
 def _continues(longer: PendingPage, page: Page) -> bool:
-    """Whether a pending page, beside a page, has all its tokens, and more."""
+    """Whether a pending sibling begins with all tokens of a page."""
     return longer.page.form == page.form and longer.page.tokens.startswith(page.tokens)

@@ -88,8 +88,8 @@ class Located:
         Pages after the last one that have the longest beginning in common with what follows in the prompt.
     snapshots
         The snapshots after each of these pages, the namespace first.
-    other
-        Key of a page of the prompt under which another page is stored.
+    collision
+        A key of the prompt under which another page is stored.
     """
 
     prompt: PagedPrompt
@@ -97,7 +97,7 @@ class Located:
     n_stored: int = 0
     beside: list[Page] = field(default_factory=list)
     snapshots: list[list[Page]] = field(default_factory=list)
-    other: bytes | None = None
+    collision: bytes | None = None
 
     def path(self) -> Path:
         """The longest prefix, whose last page may extend beyond it."""

@@ -111,8 +111,8 @@ class Lookups(Part):
                 found = located
         except StorageError:
             found = self.locate(None, prompt, self._catalog.along(prompt))
-        if found.other is not None:
-            raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
+        if found.collision is not None:
+            raise CorruptError(f"page {found.collision.hex()} has tokens that do not match its key")
         # one that has expired is not found, and if it is captured again, it lasts longer
         n_kept = _n_kept(found.pages)
         ranges = [(start, start + page_tokens) for start in range(n_kept * page_tokens, n_full, page_tokens)]
@@ -153,7 +153,7 @@ class Lookups(Part):
         the child rows after the last of them, and the records of these. `waiting` was taken before the view was
         opened, which is None for a location that cannot be read.
         """
-        found, nodes = Located(prompt), self._catalog.nodes
+        found, with_uses = Located(prompt), self._catalog.with_uses
         entries = view.leading(prompt.keys, waiting.damaged) if view is not None and prompt.keys else []
         good = prompt.good(entries, waiting)
         found.n_stored = len(good)
@@ -161,8 +161,8 @@ class Lookups(Part):
             if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
                 self._catalog.unreadable(entry)
             elif not prompt.has(len(good), entry.record):
-                found.other = entry.key
-        pages = found.pages = nodes(good)
+                found.collision = entry.key
+        pages = found.pages = with_uses(good)
         for number in range(len(pages), len(prompt.keys)):
             page = waiting.pages.get(prompt.keys[number])
             if page is None or not prompt.has(number, page):
@@ -187,7 +187,7 @@ class Lookups(Part):
     ) -> list[Page]:
         """Those of these entries, and of what waits, that follow a page of a prompt and have this form."""
         place = prompt.namespace, prompt.parents[number], number * prompt.page_tokens, form
-        pages = self._catalog.nodes([one for one in stored if _is_at(one, place, waiting)])
+        pages = self._catalog.with_uses([one for one in stored if _is_at(one, place, waiting)])
         known = {page.key for page in pages}
         more = waiting.after.get(prompt.parents[number], ())
         return pages + [page for page in more if page.form == form and page.key not in known]

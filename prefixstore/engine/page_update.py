@@ -1,7 +1,7 @@
-"""Changing pages: put, deleted and used as a whole, entered in the indexes, and counted.
+"""Changes pages: writes and deletes all rows of a page together, its place in the indexes and in the counts included.
 
-One update at a time among all threads and processes that share the location. What it wrote becomes visible to others as
-a whole when it closes, and not at all if it closes with an exception or its process dies. A loss of power may lose what
+One update runs at a time among all threads and processes that share the location. What it wrote becomes visible as a
+whole when it closes, and not at all if it closes with an exception or its process dies. A loss of power may lose what
 was committed since the last `Pages.sync`, the newest first, and nothing else.
 """
 
@@ -32,46 +32,46 @@ class PageUpdate(PageView):
 
     def __init__(self, rows: Update, backend: Backend) -> None:
         super().__init__(rows, backend, RecordCache())
-        # of tenants: the rows in which their namespaces are counted
-        self._spaces: dict[str, list[bytes]] = {}
-        # namespaces that had no pages for a moment
+        # by salt: the count rows of a tenant's namespaces
+        self._tenant_rows: dict[str, list[bytes]] = {}
+        # namespaces that had no pages at some point of this update
         self._emptied: set[bytes] = set()
-        # whether a page was deleted or replaced whose record does not say where it is in the index: see `Pages.reindex`
+        # whether a page was deleted or replaced whose damaged record left its index rows behind: see `Pages.mend`
         self.is_torn = False
-        # the pages that it has deleted and not put again, and what is called when it is committed
+        # pages that were deleted and not put again, and what is called after the commit
         self.deleted: set[bytes] = set()
         self.after_commit: list[Callable[[], None]] = []
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def namespaces_of(self, salt: str) -> dict[bytes, Count]:
-        # the range is read once; the update remembers the rows themselves
-        if salt not in self._spaces:
+        # the range is read once; from then on the update has the rows in memory
+        if salt not in self._tenant_rows:
             found = super().namespaces_of(salt)
-            self._spaces[salt] = [self._count_row(namespace) for namespace in found]
+            self._tenant_rows[salt] = [self._count_row(namespace) for namespace in found]
             return found
-        rows = self._spaces[salt]
+        rows = self._tenant_rows[salt]
         stored = [Row(row, value or b"") for row, value in zip(rows, self.rows.get(rows), strict=True)]
         return {row[-KEY_BYTES:]: count for row, count in self._counts_in(stored).items()}
 
     def _owner(self, namespace: bytes) -> bytes:
-        """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
+        """The tenant under whose key an encrypted location stores a namespace; parts of a tenant share its key."""
         salt = self._salt(namespace)
         return keyspace.tenant_of(None if salt is None else parted(salt)[0], namespace)
 
     def _add(self, namespace: bytes, change: Count) -> None:
-        """Count a change of a namespace."""
+        """Change what a namespace counts."""
         row, after = self._count_row(namespace), self.count(namespace).plus(change)
         if self.rows.get([row])[0] is None:
-            # perhaps another one of a tenant
-            self._spaces.clear()
+            # a tenant may have one namespace more now
+            self._tenant_rows.clear()
         if not after.pages:
             self._emptied.add(namespace)
         self.rows.put(keyspace.COUNT, self.count().plus(change).pack())
         self.rows.put(row, after.pack())
 
     def replace_counts(self, counts: dict[bytes, Count]) -> None:
-        """Write other counts than those that are there."""
+        """Replace all counts."""
         counts = {row: count for row, count in counts.items() if count.pages or row == keyspace.COUNT}
         for row in self.counts().keys() - counts.keys():
             self.rows.delete(row)
@@ -80,26 +80,26 @@ class PageUpdate(PageView):
             self.rows.put(row, count.pack())
 
     def cost(self, record: Record, n_bytes: int) -> int:
-        """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
+        """The most bytes by which `used` grows if this record is put with a payload of `n_bytes`."""
         costs, n_token_bytes = self.rows.costs, len(record.tokens)
         key = bytes(1 + KEY_BYTES)
         child = costs.of(bytes(child_rows.child_bytes(n_token_bytes)), key)
         leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
         usage = costs.of(key, bytes(USAGE.size))
-        # a page may be entered twice: for itself, and for a sibling with the same first tokens
+        # two child rows: its own, and one for a sibling with the same first tokens
         return costs.of(key, bytes(record_bytes(n_token_bytes)), n_bytes) + usage + leaf + 2 * child
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
-        path, space = child_rows.child_rows_of(record), record.namespace
-        owner = self._owner(space)
-        mine, above = leaf_row(space, key), leaf_row(space, record.parent)
+        path, namespace = child_rows.child_rows_of(record), record.namespace
+        owner = self._owner(namespace)
+        mine, above = leaf_row(namespace, key), leaf_row(namespace, record.parent)
         wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
         old, old_usage, parent, *_ = self.rows.get(wanted)
         replaced = self._uncount(old, old_usage)
-        self._add(space, Count.of(record.head, usage))
+        self._add(namespace, Count.of(record.head, usage))
         self.rows.put(keyspace.RECORD + key, record.pack(), payload, replaced=replaced, owner=owner)
         self.rows.put(keyspace.USAGE + key, usage.pack())
         identity = identity_of(old)
@@ -107,9 +107,9 @@ class PageUpdate(PageView):
             # another page had this key, or its record is damaged
             child_rows.remove_child(self.rows, key, before)
         child_rows.add_child(self.rows, key, path, owner)
-        # also a page that was not here may be followed: by one that has lost it
+        # a new page may already be followed, by one that had lost its parent
         is_leaf = not usage.pinned and not self.followed([key])
-        self._set_leaf(space, mine, Leaf.of(record.head, usage) if is_leaf else None)
+        self._set_leaf(namespace, mine, Leaf.of(record.head, usage) if is_leaf else None)
         if (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
         self.deleted.discard(key)
@@ -131,7 +131,7 @@ class PageUpdate(PageView):
         return True
 
     def _uncount(self, record: bytes | None, usage: bytes | None) -> int | None:
-        """No longer count a page as it is stored; the size of the payload that it has, if known."""
+        """Take a stored page out of the counts; returns the size of its payload, if that is known."""
         if record is None:
             return None
         head = head_of(record)
@@ -153,21 +153,20 @@ class PageUpdate(PageView):
             self.rows.delete(row)
 
     def drop_leaf(self, namespace: bytes, key: bytes) -> None:
-        """Have eviction no longer choose a page that is not stored."""
+        """Delete the leaf row of a page that is not stored, so that eviction no longer chooses it."""
         self._set_leaf(namespace, leaf_row(namespace, key), None)
 
     def mend_leaf(self, key: bytes) -> None:
-        """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
+        """Give a readable page a leaf row if it is not pinned and no page follows it; otherwise delete that row."""
         record, usage = self.rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
-        """Read what touching these pages needs, at once."""
+        """Read what touching these pages needs, in two requests."""
         entries = self._entries(keys)
-        spaces = {one.key: one.record.namespace for one in entries if isinstance(one.record, Record)}
-        self.rows.get([leaf_row(space, key) for key, space in spaces.items()])
+        self.rows.get([leaf_row(one.record.namespace, one.key) for one in entries if isinstance(one.record, Record)])
 
     def touch(self, key: bytes, usage: Usage) -> None:
         """Replace the usage of a page; nothing happens if the page is gone."""
@@ -193,20 +192,20 @@ class PageUpdate(PageView):
         self.rows.put(keyspace.NAMESPACE + key, settings, owner=self._owner(key))
 
     def drop_empty_namespaces(self) -> None:
-        """Forget the settings of all namespaces that have no pages."""
+        """Delete the settings of all namespaces that have no pages."""
         for key in self.namespaces():
             if not self.count(key).pages:
                 self._drop_namespace(key)
 
     def _drop_namespace(self, key: bytes) -> None:
-        """Forget the settings of a namespace, and the names of its sequences."""
+        """Delete the settings of a namespace, and the names of its sequences."""
         self.rows.delete(keyspace.NAMESPACE + key)
         self.rows.delete(keyspace.NOTE + keyspace.bookmarks_note(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it.
 
-        What it says of a namespace belongs to the tenant whose that is.
+        A note about a namespace belongs to the tenant of that namespace.
         """
         if value is None:
             self.rows.delete(keyspace.NOTE + name)
@@ -222,7 +221,7 @@ class PageUpdate(PageView):
             child_rows.add_child(self.rows, key, child_rows.path_of(record), self._owner(record.namespace))
 
     def finish(self) -> None:
-        """Forget namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""
+        """Delete namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
         for namespace in self._emptied:
             if not self.count(namespace).pages:

@@ -1,8 +1,8 @@
-"""Reading pages: what is stored of each, and the indexes that lead to them.
+"""Reads pages: their records, usage and payloads, and the indexes that lead to them.
 
-A view sees everything that was committed before it opened (later commits may or may not be visible), never waits for a
-writer, and the memory of a payload that it returned stays readable and unchanged until the view closes, even if the
-page is deleted meanwhile. The caller owns nothing and copies nothing. A missing key is None, never an exception.
+A view sees everything that was committed before it opened; later commits may or may not be visible. It never waits for
+a writer. A payload that it returned stays readable and unchanged until the view closes, even if the page is deleted
+meanwhile, so the caller need not copy it. A missing page is None, never an exception.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PageView:
         self.rows = rows
         self._cache = cache
         self.is_local, self.check = backend.is_local, backend.check
-        # of namespaces whose settings were read
+        # by namespace, as its settings say
         self._salts: dict[bytes, str | None] = {}
 
     # -- pages --------------------------------------------------------------------------------------------------------
@@ -70,27 +70,27 @@ class PageView:
         return Usage.unpack(stored) if stored is not None else None
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
-        """Records (or why they cannot be read) and usage of those of these pages that are stored."""
+        """Record (or why it cannot be read) and usage of each of these pages that is stored."""
         return {key: (record, usage) for key, record, usage in self._entries(list(dict.fromkeys(keys)))}
 
     def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
-        """Those of these pages that are stored."""
+        """The entries of those of these pages that are stored."""
         stored = self.rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
         return self._cache.entries(keys, stored)
 
     def leading(self, keys: Sequence[bytes], doubtful: Container[bytes] = ()) -> list[Entry]:
-        """The first pages of a sequence that are stored, up to the first that is missing.
+        """The stored pages of a sequence, up to the first that is missing.
 
-        The keys are those of consecutive pages, parents first. No page is stored without its parent, so where reading a
-        row is cheap, a bisection finds how many there are; records that were read before are believed then, but for
-        those of `doubtful` keys.
+        The keys are those of consecutive pages, parents first. No page is stored without its parent, so in a local
+        location a bisection finds how many there are, and cached records are not read again, except those of `doubtful`
+        keys.
         """
         found = self._leading_local(keys, doubtful) if self.is_local else self._leading_far(keys)
         return [entry for entry, _ in takewhile(lambda one: one[0].key == one[1], zip(found, keys, strict=False))]
 
     def _leading_local(self, keys: Sequence[bytes], doubtful: Container[bytes]) -> list[Entry]:
         low, high = 0, len(keys)
-        # mostly all of them are there
+        # most often all of them are stored
         middle = high - 1
         while low < high:
             if self.rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
@@ -111,7 +111,7 @@ class PageView:
         return [one for one in found if one is not None]
 
     def _leading_far(self, keys: Sequence[bytes]) -> list[Entry]:
-        # where each row is a request, more and more of them
+        # where each row is a request: a few at first, then more and more
         step = len(keys) if self.rows.at_once is None else self.rows.at_once // 4
         found: list[Entry] = []
         n_asked = 0
@@ -121,16 +121,16 @@ class PageView:
         return found
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        """All pages: key, record (or why it cannot be read), usage. In no particular order."""
+        """All pages, in no particular order: key, record (or why it cannot be read), and usage."""
         for rows in keyspace.walk(self.rows, keyspace.RECORD):
             usages = self.rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
-        """Facts of the pages after this key, ``b""`` for the first ones, in the order of the location's rows.
+        """Facts of the pages after this key (``b""`` for the first ones), in the order of the location's rows.
 
-        Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one finds
-        out. Those that cannot be read at all have nothing but a key.
+        Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Checksums of records are not verified. A page
+        whose record cannot be read has nothing but a key.
         """
         found: list[contract.Row] = []
         for rows in keyspace.walk(self.rows, keyspace.RECORD, after):
@@ -147,17 +147,16 @@ class PageView:
     # -- payloads -----------------------------------------------------------------------------------------------------
 
     def payload(self, key: bytes) -> Buffer | None:
-        """The stored bytes of a page, valid until the view closes. They are not verified."""
+        """The stored bytes of a page, not verified, valid until the view closes."""
         found = next(iter(self.rows.payloads([keyspace.RECORD + key])))
         return found[1] if found is not None else None
 
     def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
-        """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
+        """Record and payload, not verified, of these pages in order, up to the first that is missing.
 
-        The two belong together even if the page is put again meanwhile: a backend whose views see later commits has to
-        read both at once.
+        The two belong together even if the page is put again meanwhile.
 
-        Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
+        At the page in question, raises what `record` raises, and `CorruptError` for a record without a payload.
         """
         for key, found in zip(keys, self.rows.payloads([keyspace.RECORD + key for key in keys]), strict=True):
             if found is None:
@@ -169,27 +168,26 @@ class PageView:
 
     @property
     def arrived(self) -> int:
-        """Bytes that have arrived of the payload that `fetch` receives, if that is known. Any thread may read it."""
+        """How many bytes have arrived of the payload that `fetch` waits for, if known. Any thread may read it."""
         return self.rows.arrived
 
     # -- children -----------------------------------------------------------------------------------------------------
 
     def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
-        """The children of a page that are nearest to a page with these tokens, in the order of the location's rows.
+        """At most three children of a page, in the order of the location's rows; snapshots do not count.
 
-        At most three. One of them has the longest prefix in common with `tokens` of all children. Snapshots do not
-        count.
+        Among them is the child that has the longest prefix in common with `tokens`.
         """
         return self.beside(parent, tokens, ())[0]
 
     def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
-        """`neighbors` of one page, and the snapshots after some pages: in one request, if the location is a server."""
+        """The `neighbors` after `parent`, and the snapshots after `parents`; of a server in one request."""
         path = child_rows.child_path(parent, PAGE, tokens)
         sides = child_rows.around(path)
         nodes = [keyspace.under(child_rows.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
         beside: Iterable[Sequence[contract.Row]]
         if self.is_local:
-            # mostly the first step is enough
+            # one step at a time: mostly the first is enough
             beside, snapshots = (self.rows.ranges([side])[0] for side in sides), self.rows.ranges(nodes)
         else:
             found = self.rows.ranges(sides + nodes)
@@ -199,7 +197,7 @@ class PageView:
         entries = self._readable([*keys, *(key for some in children for key in some)])
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):
-            # one cannot be read: then there may be another one beyond
+            # behind a neighbor that cannot be read there may be another one
             beyond = self.children([parent], PAGE)
             neighbors = nlargest(3, beyond, key=lambda each: shared_tokens(tokens_of(each), tokens))
         return neighbors, [entries[key] for some in children for key in some if key in entries]
@@ -208,9 +206,9 @@ class PageView:
         return {one.key: one for one in self._entries(keys) if isinstance(one.record, Record)}
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
-        """The children of these pages that have this form, each parent's in the order of the location's rows.
+        """The children of these pages, or namespaces, that have this form, in the order of the location's rows.
 
-        The first pages of a namespace are its children. With `at_most`, only so many of each parent, the first ones.
+        With `at_most`, only the first so many of each parent.
         """
         nodes = [child_rows.first_node(parent, form) for parent in dict.fromkeys(parents)]
         keys = [key for some in child_rows.children_of(self.rows, nodes, at_most) for key in some]
@@ -218,14 +216,14 @@ class PageView:
         return [entries[key] for key in keys if key in entries]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
+        """Which of these pages, or namespaces, have children, unreadable ones included."""
         found = self.rows.ranges([keyspace.under(child_rows.all_children(key), 1) for key in keys])
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
 
     def require_plain(self) -> None:
-        """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
+        """Raise `LocationError` if the location is encrypted, and this view does not decrypt it."""
         if (name := key_of(self.rows.get([HEADER])[0])) is not None:
             raise LocationError(
                 f"it is encrypted, under the key {name.hex()}: set PREFIXSTORE_KEY, or key= (copy: "
@@ -233,7 +231,7 @@ class PageView:
             )
 
     def require_header(self) -> None:
-        """Raise `LocationError` if the rows are encrypted, but nothing says so any more."""
+        """Raise `LocationError` if the rows seem to be encrypted, but the header that would say so is gone."""
         kinds = (keyspace.RECORD, keyspace.NAMESPACE)
         found = self.rows.ranges([keyspace.everything(kind)._replace(limit=1) for kind in kinds])
         records, settings = ([row.value for row in rows] for rows in found)
@@ -244,7 +242,7 @@ class PageView:
             )
 
     def namespaces(self) -> Mapping[bytes, bytes]:
-        """Canonical settings of the namespaces that have pages here, by key."""
+        """Canonical settings of all namespaces that have pages, by key."""
         rows = self.rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]
         return {row.key[1:]: row.value for row in rows}
 
@@ -270,13 +268,13 @@ class PageView:
         return {row[-KEY_BYTES:]: count for row, count in self._counts_in(rows).items()}
 
     def _counts_in(self, rows: Iterable[contract.Row]) -> dict[bytes, Count]:
-        """The counts in these rows, nothing in empty ones; if some are damaged, as they should be."""
+        """The counts in these rows, zero in empty ones; a damaged count is computed again."""
         found = {row.key: Count.unpack(row.value) if row.value else Count() for row in rows}
         right = self.recount() if None in found.values() else {}
         return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
     def _salt(self, namespace: bytes) -> str | None:
-        """The salt of a namespace: settings that are missing, or damaged, name none."""
+        """The salt of a namespace; None if its settings name none, or are missing or damaged."""
         if namespace not in self._salts:
             self._salts[namespace] = salt_in(self.rows.get([keyspace.NAMESPACE + namespace])[0])
         return self._salts[namespace]
@@ -285,7 +283,7 @@ class PageView:
         return keyspace.count_row(keyspace.tenant_of(self._salt(namespace), namespace), namespace)
 
     def recount(self) -> dict[bytes, Count]:
-        """All rows of counts as they should be. Pages that cannot be read count with all pages only."""
+        """All count rows, computed from the pages. Pages that cannot be read count in the total only."""
         found: dict[bytes, Count] = {}
         every = damaged = Count()
         for rows in keyspace.walk(self.rows, keyspace.RECORD):
@@ -306,11 +304,11 @@ class PageView:
 
     @property
     def used(self) -> Used:
-        """The size of the location, index included; inside a transaction, including what it has written so far."""
+        """What the location holds; in an update, what that has written so far included."""
         return Used(self.rows.used, self.count().pages)
 
     def counts(self) -> dict[bytes, Count]:
-        """All rows of counts that can be read."""
+        """All count rows that can be read."""
         rows = (row for some in keyspace.walk(self.rows, keyspace.COUNT) for row in some)
         return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
 
@@ -322,14 +320,17 @@ def tokens_of(entry: Entry) -> bytes:
 
 
 def usage_in(stored: bytes | None) -> Usage:
-    """The stored usage of a page, as far as it can be read."""
+    """The stored usage of a page; one that is missing or damaged is that of a page never used."""
     with suppress(CorruptError):
         return Usage.unpack(stored) if stored is not None else Usage(0)
     return Usage(0)
 
 
 def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[bytes | None, Leaf | None]:
-    """The leaf row that a stored page may have, and its value, None if it is pinned; no row if it cannot be read."""
+    """The key and value of the leaf row of a page that nothing follows.
+
+    A pinned page has no value, and one that cannot be read not even a key.
+    """
     head = head_of(record)
     if head is None:
         return None, None
@@ -338,6 +339,6 @@ def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[byte
 
 
 def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
-    """The child rows that a stored page can have; None if it is not there, or cannot be read."""
+    """The path of a stored page (`child_rows.path_of`); None if it is not there, or cannot be read."""
     record = Entry.of(key, stored, None).record if stored is not None else None
     return child_rows.child_rows_of(record) if isinstance(record, Record) else None
