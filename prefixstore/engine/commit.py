@@ -1,7 +1,7 @@
-"""Writes a batch of pending pages, captured or imported, in one transaction and within the budget.
+"""Commits pending pages, captured or imported, in one transaction and within the budget.
 
-The last step of the path of a page: the write queue calls it. Crash safety depends on the order of the steps in
-`Committer._write`; a `Batch` writes the pages: parents first, each as far as there is space for it.
+This is the last step of the path of a page. Crash safety depends on the order of the steps in `Committer._write`. A
+`Batch` writes the pages themselves: parents first, each if there is space for it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,29 @@ from prefixstore.format.record import Record, Usage, time_of_use
 
 __all__ = ["Batch", "Committer"]
 
+log = logging.getLogger("prefixstore")
+
+ATTEMPTS = 6
+# how often the extra space is doubled: a disk that is full for another reason should not cost the whole store
+MAX_DOUBLINGS = 2
+# seconds before the second attempt; each further pause is longer by as much
+PAUSE = 0.02
+RAW = CODECS["raw"]
+# how many expired pages one commit deletes besides its own work; the next one continues
+EXPIRED_AT_ONCE = 128
+
 
 class Batch:
-    """Writes packed pages.
+    """Writes packed pages in one transaction.
 
     Attributes
     ----------
     written
-        The pages that are stored when the transaction is committed, also those that were stored before.
+        The pages that are stored once the transaction is committed, including those that were stored before.
     put
-        The keys of those that were not.
+        The keys of those that were not stored before.
     refused
-        The others, and why.
+        The other pages, each with the reason.
     """
 
     def __init__(self, transaction: PageUpdate, space: Space, evictor: Evictor, deleter: Deleter) -> None:
@@ -54,7 +65,7 @@ class Batch:
         self._evictor = evictor
         self._catalog = evictor.catalog
         self._deleter = deleter
-        # the records of the pages, and of their parents, as far as they are stored, or why they cannot be read
+        # the stored records of the pages and of their parents, or why they cannot be read
         self._stored: dict[bytes, Record | StorageError] = {}
         self.written: list[PendingPage] = []
         self.put: set[bytes] = set()
@@ -66,7 +77,7 @@ class Batch:
         self._stored = {key: record for key, (record, _) in self._transaction.records(list(keys)).items()}
         reasons: dict[bytes, DropReason] = {}
         for i, new in enumerate(packed):
-            # what follows a page that is refused is refused as well
+            # descendants of a refused page are refused as well
             reason = reasons.get(new.page.parent) or self._hindrance(new)
             if reason is None:
                 reason = self._write(new, partial(self._admits, packed, i))
@@ -75,9 +86,9 @@ class Batch:
                 self.refused.append((new, reason))
 
     def _hindrance(self, new: PendingPage) -> DropReason | None:
-        """Why a page cannot be written, whatever space there is: nothing is evicted for it then."""
+        """Why a page cannot be written at all, so that nothing may be evicted for it; None if it can."""
         page = new.page
-        # The parent has to be stored; the page itself may be: another process may have computed it too.
+        # the parent must be stored; the page itself may be, if another process has computed it too
         for key in (page.parent, page.key):
             error = self._stored.get(key)
             if isinstance(error, IncompatibleError):
@@ -86,19 +97,19 @@ class Batch:
         return None if page.parent in self.put or self._follows(new.record) else DropReason.ORPHAN
 
     def _follows(self, record: Record) -> bool:
-        """Whether a page may be written: what it follows is stored."""
+        """Whether the parent of a page is stored, and ends where the page starts."""
         if record.parent == record.namespace:
             return record.follows(None)
         parent = self._stored.get(record.parent)
         return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
 
     def _admits(self, packed: Sequence[PendingPage], i: int, victim: Victim) -> bool:
-        """Whether a page, or one that follows it, is to be stored in any case, or is worth more than a victim."""
+        """Whether a page, or one of the batch that needs it, must be stored, or is worth more than a victim."""
         followers = _followers(packed, i)
         return any(new.is_wanted or new.page.pinned or self._evictor.admits(new, victim) for new in followers)
 
     def _write(self, new: PendingPage, admits: Callable[[Victim], bool]) -> DropReason | None:
-        """Write one page; returns the reason if it is refused."""
+        """Write one page; returns the reason if it is refused, else None."""
         transaction, record, page = self._transaction, new.record, new.page
         tail, is_covered = overlaps_of(transaction, page)
         if not self._catalog.claim(new, is_covered=is_covered):
@@ -125,10 +136,10 @@ class Batch:
         return None
 
     def _is_stored(self, page: Page) -> bool:
-        """Whether a page is stored already. Another page under its key is deleted, with all that is stored after it."""
+        """Whether a page is stored already. If its key has another page, that is deleted, with its descendants."""
         stored = self._stored.get(page.key)
         if not isinstance(stored, Record):
-            return False  # one whose record is damaged is overwritten
+            return False  # a damaged record is overwritten
         if is_same(stored, page) and stored.start == page.start:
             return True
         log.warning("another page has the key %s; deleting it and its descendants", page.key.hex())
@@ -137,7 +148,7 @@ class Batch:
         return False
 
     def _use_stored(self, page: Page, tail: Page | None) -> None:
-        """A captured page is stored already: it lasts as long as the captured one, and takes the place of the tail."""
+        """Keep a page that is stored already as long as the captured one, and delete the tail that it continues."""
         usage = self._transaction.usage(page.key)
         if usage is not None:
             pinned = usage.pinned or (tail is not None and tail.pinned)
@@ -148,7 +159,7 @@ class Batch:
             self._transaction.delete(tail.key)
 
     def _keep_ancestors(self, page: Page) -> None:
-        """Have the pages that a new one follows expire no earlier than it does."""
+        """Make the ancestors of a new page expire no earlier than the page."""
         key = page.parent
         while key != page.namespace:
             record, usage = self._transaction.records([key]).get(key, (None, Usage(0)))
@@ -159,7 +170,7 @@ class Batch:
 
 
 def _followers(packed: Sequence[PendingPage], first: int) -> Sequence[PendingPage]:
-    """A page, and those that come after it, each the parent of the next; the last one first."""
+    """A page and the chain of children that comes right after it in the batch; the last one first."""
     end = first + 1
     while end < len(packed) and packed[end].page.parent == packed[end - 1].page.key:
         end += 1
@@ -167,32 +178,20 @@ def _followers(packed: Sequence[PendingPage], first: int) -> Sequence[PendingPag
 
 
 def _usage_of(new: PendingPage) -> Usage:
-    """The first usage of a page. The uses that a captured one has had already are among those written afterwards."""
+    """The usage that a new page is put with. Uses of a captured page so far are deferred, and written after it."""
     page = new.page
     if new.usage is not None:
         return replace(new.usage, pinned=page.pinned)
     return replace(page.usage, hits=0)
 
 
-log = logging.getLogger("prefixstore")
-
-ATTEMPTS = 6
-# how often the extra space is doubled: a disk that is full for another reason should not cost the whole store
-MAX_DOUBLINGS = 2
-# seconds before the second attempt; each further pause is longer by as much
-PAUSE = 0.02
-RAW = CODECS["raw"]
-# expired pages that one commit deletes beside its own work; the next one continues
-EXPIRED_AT_ONCE = 128
-
-
 class Committer(Part):
-    """Writes batches of announced pages. Several threads may use it: the backend's transactions take turns.
+    """Commits batches of pending pages. Several threads may use it: the updates of a location take turns.
 
     Parameters
     ----------
     housekeeping
-        Whether to delete damaged, thinned and expired pages as well, and to record uses.
+        Whether commits also delete damaged, thinned and expired pages, and record uses.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class Committer(Part):
         return has_changes or self._bookmarks.has_pending or self._notes.figures_are_due
 
     def commit_all(self, batch: Sequence[PendingPage]) -> int:
-        """As `commit`, then notes; how many pages are stored. What fails is dropped and logged."""
+        """Commit a batch, and save notes; returns how many of its pages are stored. A failure is logged."""
         try:
             n_written = len(self.commit(batch))
         except StorageError as error:
@@ -230,23 +229,20 @@ class Committer(Part):
         try:
             self._backend.mend()
             self._notes.save()
-        except Exception:  # they handle faults of the location; others must not cost the pages, which are stored
+        except Exception:  # faults of the location are handled there; any other must not cost the pages
             log.exception("what follows a commit was not done")
         return n_written
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
-        """Write announced pages, and what is deferred.
+        """Write pending pages and deferred changes; returns the pages of the batch that are stored now.
 
-        Returns
-        -------
-        list of PendingPage
-            Those of the batch that are stored now.
+        Pages that do not fit into the budget are dropped and counted, without an error.
 
         Raises
         ------
         StorageError
-            If the transaction fails: `FullError` after several attempts to make space. The pages are dropped, and
-            counted. Pages that do not fit into the budget are dropped without an error.
+            If the transaction fails: `FullError` after several attempts to make space. All pages are dropped then, and
+            counted.
         """
         catalog = self._catalog
         try:
@@ -269,7 +265,7 @@ class Committer(Part):
             raise
 
     def _write_with_space(self, packed: Sequence[PendingPage]) -> list[PendingPage]:
-        """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
+        """Write pages; if the location is full before its budget is, evict more, and write fewer at a time."""
         written: list[PendingPage] = []
         waiting, at_once, failures, conflicts = packed, max(len(packed), 1), 0, 0
         while True:
@@ -282,19 +278,19 @@ class Committer(Part):
                     raise
                 continue
             except FullError as error:
-                # fewer pages may fit: only what fails with one of them counts
+                # fewer pages may fit: only a failure with a single page counts
                 failures += len(some) <= 1
                 if error.asked is None:
                     error.asked = _size(some)
                 if failures == ATTEMPTS:
                     raise
-                # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
+                # each change needs some space, and only a later transaction can use what this one frees
                 at_once = max(len(some) // 2, 1)
-                # Evict nothing for a location that cannot even reclaim: then evicting makes no space either.
+                # in a location that cannot even reclaim, evicting makes no space either
                 if self._reclaim() and failures > 1:
                     with suppress(FullError):
                         self._make_extra_space(_size(some) << min(failures - 2, MAX_DOUBLINGS))
-                    # Give readers time: what they still see cannot be reused.
+                    # what readers still see cannot be reused: give them time
                     time.sleep(PAUSE * failures)
                     self._reclaim()
                 continue
@@ -303,7 +299,7 @@ class Committer(Part):
                 return written
 
     def _reclaim(self) -> bool:
-        """Make what is free usable; whether there was space for that."""
+        """Make freed space usable; returns False if there is not even space for that."""
         try:
             self._backend.rows.reclaim()
         except FullError:
@@ -321,26 +317,26 @@ class Committer(Part):
 
         def committed() -> None:
             catalog.committed(batch.written, deferred)
-            # children first: with a page, those that depend on it are given up
+            # children first: dropping a page drops its descendants as well
             for new, reason in reversed(batch.refused):
                 catalog.give_up([new], reason)
 
         with catalog.update(self._backend) as transaction:
             self._evictor.load(transaction)
             space = Space(self._evictor, transaction)
-            # Delete what is damaged, expired, or no longer wanted.
+            # Delete pages that are damaged, expired, or no longer wanted.
             fresh = {new.page.key for new in packed}
             if self._housekeeping:
                 deferred = catalog.deferred(fresh)
                 n_damaged = self._clean_up(transaction, space, deferred)
-            # Record uses: what is evicted depends on them.
+            # Record uses, on which eviction depends.
             _write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
-            # Write the pages, parents first, making space for each.
+            # Write the pages, parents first, and make space for each.
             batch = Batch(transaction, space, self._evictor, self._deleter)
             batch.write(packed)
-            # And their uses.
+            # Record their uses.
             _write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
-            # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
+            # Delete pages that were dropped meanwhile: their parents may have been evicted for the next one.
             for new in [new for new in batch.written if not catalog.is_pending(new)]:
                 batch.written.remove(new)
                 if new.page.key in batch.put:
@@ -355,35 +351,35 @@ class Committer(Part):
         return batch.written
 
     def _count(self, put: Sequence[PendingPage], n_damaged: int) -> None:
-        """Count what a transaction has written, and deleted as damaged."""
+        """Count the pages that a transaction has put, and those that it has deleted as damaged."""
         for namespace, n in Counter(new.page.namespace for new in put).items():
             mine = [new for new in put if new.page.namespace == namespace]
             self._counters.add({"allocations": n, "bytes_written": _size(mine)}, namespace)
         self._counters.add({"packed": sum(new.record.codec != RAW for new in put), "corrupt": n_damaged})
 
     def _choose_packing(self, used: int, written: int) -> None:
-        """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
+        """Pack new pages above the high water mark; below the low one, `auto` chooses again."""
         most = self._budget.max_bytes
-        # or where there is no space for as much again: a few pages may fill the budget
+        # also where there is no space for another batch like this one: a few pages may fill the budget
         if used > min(most * HIGH_WATER, most - written):
             self._encode.is_short_of_space = True
         elif used <= most * LOW_WATER:
             self._encode.is_short_of_space = False
 
     def _clean_up(self, transaction: PageUpdate, space: Space, deferred: Deferred) -> int:
-        """Delete pages that cannot or should not be restored; return how many of them were damaged."""
-        # Snapshots that were thinned out: not one that is pinned, gone, or was captured again.
+        """Delete pages that cannot or should not be restored; returns how many of them were damaged."""
+        # thinned snapshots, but not one that is pinned, gone, or was captured again
         for key in deferred.thinned:
             usage = transaction.usage(key)
             if usage is not None and not usage.pinned and self._catalog.get(key) is None:
                 transaction.delete(key)
-        # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
+        # damaged pages and their descendants; those that are too many for one transaction stay deferred
         n_damaged = 0
         if deferred.damaged:
             n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged)
             for key in left:
                 del deferred.damaged[key]
-        # Expired leaves.
+        # expired leaves
         if deferred.expired and space.delete_expired(EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
@@ -404,5 +400,5 @@ def _write_uses(transaction: PageUpdate, uses: Mapping[bytes, Use]) -> None:
 
 
 def _size(pages: Sequence[PendingPage]) -> int:
-    """The bytes that these pages are stored in."""
+    """The size of the payloads of these pages."""
     return sum(len(new.payload) for new in pages)

@@ -1,8 +1,8 @@
-"""The order of eviction: the leaves that a policy ranks lowest, found by samples of leaf rows.
+"""Which leaves are evicted: those that a policy ranks lowest, found by sampling leaf rows.
 
-The keys of pages are hashes, so the rows after a random key are an unbiased sample of the leaves of a namespace, and
-the namespace is drawn by how many it has. For each leaf that is taken, 64 are read. Of up to 256 leaves all are read,
-so that the order is exact. Nothing here grows with the number of pages.
+Page keys are hashes, so the rows after a random key are an unbiased sample of the leaves of a namespace. The namespace
+is drawn in proportion to its leaves. 64 leaves are read for each one that is evicted; up to 256 in all, every leaf is
+read, and the order is exact. No memory grows with the number of pages.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": lambda: Ordering("priority", lambda leaves: leaves["priority"]),
 }
 
-# Leaves that are read for each one that is taken, and how many are taken of one round trip. In a local file the first
-# round trip is for one: most transactions need no more.
+# Leaves that are read for each eviction, and for how many evictions a round trip reads. In a local file the first one
+# reads for a single eviction: most transactions need no more.
 SAMPLE, AT_ONCE = 64, 4
-# Up to so many leaves, all are read. Of samples of more, so many of the lowest are kept.
+# Up to this many leaves, all are read. Of samples, the lowest are kept, up to the same number.
 POOL = 256
-# namespaces from which one is drawn: of more, those after a random one
+# From how many namespaces one is drawn. If there are more, they are those after a random one.
 SPACES = 1024
 # the rank of pages that have expired
 EXPIRED = float("-inf")
 
 Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
-"""Ranks leaves with these page keys, after it has entered into them what is to be written of their uses."""
+"""Ranks leaves with these page keys, to which it first adds their deferred uses."""
 
 
 class Group(NamedTuple):
-    """Pages that are evicted for each other.
+    """A group of pages of which some are evicted to make space for others.
 
     Attributes
     ----------
     of
         A namespace (bytes), or all namespaces of a salt (str); None for all pages.
     quota
-        How many bytes they may take: stored bytes and tokens.
+        How many bytes of payloads and tokens they may take.
     """
 
     of: bytes | str | None = None
     quota: int = sys.maxsize
 
     def spaces(self, view: PageView) -> Mapping[bytes, Count] | None:
-        """Its namespaces, and what each of them holds; None for all that there are."""
+        """Its namespaces, and what each of them holds; None stands for all namespaces."""
         if isinstance(self.of, bytes):
             return {self.of: view.count(self.of)}
         return view.namespaces_of(self.of) if self.of is not None else None
 
     def held(self, view: PageView) -> Count:
-        """What its pages take now."""
+        """What its pages count now."""
         spaces = self.spaces(view)
         return view.count() if spaces is None else reduce(Count.plus, spaces.values(), Count())
 
@@ -82,7 +82,7 @@ ALL = Group()
 
 
 class Victim(NamedTuple):
-    """A leaf to be evicted: as it is stored, when it was used last, and whether it has expired."""
+    """A leaf to evict: as it is stored, with the time of its last use (deferred uses included)."""
 
     key: bytes
     namespace: bytes
@@ -106,22 +106,22 @@ class Victims:
         spaces = group.spaces(view)
         # how many leaves each namespace has; None for all namespaces
         self._spaces = None if spaces is None else {space: count.leaves for space, count in spaces.items()}
-        # leaves that were read, in the order in which they are taken: some may be gone, or used since
+        # leaves that were read, in the order of eviction; some may be gone or used by now
         self._heap: list[tuple[float, int, int, bytes, bytes]] = []
-        # how many may be taken before more are read; None where all were read
+        # after how many more leaves to read again; None if all were read
         self._left: int | None = 0
-        # for how many leaves are read the next time
+        # for how many evictions to read the next time
         self._at_once = 1 if view.is_local else AT_ONCE
-        # that are not to be taken in this transaction
+        # leaf rows that this transaction may not evict
         self._spared: set[bytes] = set()
 
     def lowest(self) -> Victim | None:
-        """The lowest leaf as stored now, the same until it is deleted or spared; None if no leaf is left."""
+        """The lowest leaf as it is stored now, the same one until it is deleted or spared; None if there is none."""
         while True:
             if self._left == 0:
                 self._read()
             if not self._heap and self._left is not None:
-                # nothing but what was spared was found
+                # the samples had nothing but spared leaves
                 self._read_all()
             if not self._heap:
                 return None
@@ -136,19 +136,19 @@ class Victims:
                 self._push([Row(row, stored)])
 
     def spare(self, victim: Victim) -> None:
-        """Not have the lowest leaf chosen in this transaction."""
+        """Keep the lowest leaf from being evicted in this transaction."""
         self._spared.add(victim.row)
         self._pass_over()
 
     def added(self, namespace: bytes, key: bytes) -> None:
-        """A page may be a leaf now."""
+        """Consider a page that may have become a leaf."""
         if self._spaces is None or namespace in self._spaces:
             row = leaf_row(namespace, key)
             if (value := self._rows.get([row])[0]) is not None:
                 self._push([Row(row, value)])
 
     def _pass_over(self) -> None:
-        """Go on to the next leaf. One that was read twice is there twice."""
+        """Remove the lowest leaf, which is there twice if it was read twice."""
         lowest = self._heap[0]
         while self._heap and self._heap[0] == lowest:
             heapq.heappop(self._heap)
@@ -158,7 +158,7 @@ class Victims:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read some more leaves, or all where there are few."""
+        """Read a sample of leaves, or all if there are few."""
         n_leaves = self._view.count().leaves if self._spaces is None else sum(self._spaces.values())
         found = self._sample() if n_leaves > POOL else []
         if not found:
@@ -167,11 +167,11 @@ class Victims:
         self._left, self._at_once = self._at_once, AT_ONCE
         self._push(found)
         self._heap = heapq.nsmallest(POOL, self._heap)
-        # their values now, in one request
+        # the rows that `lowest` will compare, in one request
         self._rows.get([row for *_, row, _ in self._heap[: 2 * AT_ONCE]])
 
     def _read_all(self) -> None:
-        """Read the first leaves that may be taken: mostly that is all."""
+        """Read all leaves, up to a limit that a sampled group reaches only if almost all of it was spared."""
         most = POOL + len(self._spared)
         if self._spaces is None:
             ranges = [keyspace.everything(keyspace.LEAF)._replace(limit=most + 1)]
@@ -183,7 +183,7 @@ class Victims:
         self._push(rows)
 
     def _some_spaces(self) -> Mapping[bytes, int]:
-        """How many leaves namespaces have: all of them, or of very many those after a random one."""
+        """The number of leaves of each namespace; of very many, only those after a random one."""
         start = random.randbytes(keyspace.TENANT_BYTES)
         after, first = self._rows.ranges(
             [keyspace.counts_from(start, SPACES), keyspace.counts_from(b"", SPACES)],
@@ -196,14 +196,14 @@ class Victims:
         return found
 
     def _sample(self) -> list[Row]:
-        """Some leaves after random keys."""
+        """Leaves after random keys."""
         spaces = self._some_spaces() if self._spaces is None else self._spaces
         if not spaces:
             return []
         drawn = random.choices(list(spaces), list(spaces.values()), k=self._at_once)
         wanted = [leaves_of(space, random.randbytes(KEY_BYTES), SAMPLE) for space in drawn]
         found = self._rows.ranges(wanted)
-        # those that ended before there were enough go on with the first ones
+        # a range that reached the end of its namespace continues at its beginning
         rest = [
             Range(leaf_row(space, b""), one.start, SAMPLE - len(rows))
             for space, one, rows in zip(drawn, wanted, found, strict=True)

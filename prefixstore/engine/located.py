@@ -1,4 +1,4 @@
-"""What a lookup is about: a prompt, what waits to be written, and what is found."""
+"""What a lookup works on: a prompt cut into pages, what is pending along it, and what was found."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Located", "PagedPrompt", "Waiting"]
 
 
 class PagedPrompt:
-    """A sequence of tokens, cut into pages; the cache knows the keys of those that were looked up before.
+    """A sequence of tokens, cut into pages. The cache saves hashing keys that were looked up before.
 
     Attributes
     ----------
     pieces
-        The tokens of its pages, little-endian int32 bytes; the last one may be shorter, or empty.
+        The tokens of its pages, little-endian int32 bytes; the last piece may be shorter, or empty.
     keys
-        Keys of its full pages.
+        The keys of its full pages.
     parents
-        What each of its pages follows.
+        The key of the parent of each piece; of the first one, that of the namespace.
     """
 
     def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, cache: RecordCache) -> None:
@@ -37,7 +37,7 @@ class PagedPrompt:
         self.parents = [namespace, *self.keys]
 
     def has(self, number: int, page: Page | Record) -> bool:
-        """Whether one of its full pages is this one: a key only nominates, the tokens prove it."""
+        """Whether this is its full page of that number. Equal keys are no proof, equal tokens are."""
         return (
             page.tokens == self.pieces[number]
             and page.start == number * self.page_tokens
@@ -47,7 +47,7 @@ class PagedPrompt:
         )
 
     def good(self, entries: Sequence[Entry], waiting: Waiting) -> list[Entry]:
-        """What is stored of its pages, up to the first that is not to be used."""
+        """The leading entries that are its pages and may be used."""
         found: list[Entry] = []
         for number, entry in enumerate(entries):
             record = entry.record
@@ -58,23 +58,23 @@ class PagedPrompt:
 
 
 class Waiting(NamedTuple):
-    """What a process knows that the location does not: taken before the view is opened."""
+    """What this process has not written yet; to be read before the view is opened."""
 
     pages: Mapping[bytes, Page]
-    """Full pages of the prompt that wait to be written, by key."""
+    """Pending full pages of the prompt, by key."""
     after: Mapping[bytes, Sequence[Page]]
-    """Pages and snapshots that wait, by what they follow."""
+    """Pending pages and snapshots, by parent."""
     damaged: Mapping[bytes, int]
-    """Stored pages that are not to be used, by key: when they were created."""
+    """Stored pages that are not to be used: when they were created, by key."""
 
     def allows(self, key: bytes, record: Record) -> bool:
-        """Whether a stored page may be used. Another one may have been written under the key since."""
+        """Whether a stored page may be used. A page stored later under a damaged one's key may."""
         return self.damaged.get(key) != record.created
 
 
 @dataclass
 class Located:
-    """What there is of a prompt.
+    """What was found of a prompt.
 
     Attributes
     ----------
@@ -83,11 +83,11 @@ class Located:
     pages
         Its full pages, from the start.
     n_stored
-        How many of them are stored; the others wait.
+        How many of them are stored; the others are pending.
     beside
-        Pages after the last one that have the longest beginning in common with what follows in the prompt.
+        Children of the last one; among them is the child that shares most tokens with the rest of the prompt.
     snapshots
-        The snapshots after each of these pages, the namespace first.
+        The snapshots after the namespace, and after each of these pages.
     collision
         A key of the prompt under which another page is stored.
     """
@@ -100,7 +100,7 @@ class Located:
     collision: bytes | None = None
 
     def path(self) -> Path:
-        """The longest prefix, whose last page may extend beyond it."""
+        """The longest prefix that was found. Its last page may extend beyond it."""
         at = len(self.pages)
         wanted = self.prompt.pieces[at]
         shared, n = max(((shared_tokens(wanted, page.tokens), i) for i, page in enumerate(self.beside)), default=(0, 0))

@@ -1,7 +1,7 @@
-"""What an engine finds: of a prompt, after a page, and in the whole location. The location is the only truth.
+"""Lookups: what is stored or pending of a prompt, after a page, and in the whole location.
 
-What another process stores or deletes is seen by the next lookup. What this process has not written yet is in
-`engine.catalog`.
+The location is the only truth: the next lookup sees what another process stores or deletes. What this process has not
+written yet is in `engine.catalog`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def asked(method: Callable[Concatenate[Lookups, P], T]) -> Callable[Concatenate[Lookups, P], T]:
-    """A method that reads the location for a completion, in a thread.
+def in_time(method: Callable[Concatenate[Lookups, P], T]) -> Callable[Concatenate[Lookups, P], T]:
+    """A method that reads the location for a completion: a thread does it, and the caller waits for ten seconds.
 
-    It raises `UnavailableError` if a location on this machine does not answer for ten seconds. Others have timeouts of
-    their own.
+    After that it raises `UnavailableError`. That is for a location on this machine; others have their own timeouts.
     """
 
     @wraps(method)
-    def asking(self: Lookups, *args: P.args, **kwargs: P.kwargs) -> T:
+    def waiting(self: Lookups, *args: P.args, **kwargs: P.kwargs) -> T:
         seconds = self.breaker.patience() if self._backend.is_local else None
         try:
             return self.threads.answer(partial(method, self, *args, **kwargs), seconds=seconds)
@@ -45,11 +44,11 @@ def asked(method: Callable[Concatenate[Lookups, P], T]) -> Callable[Concatenate[
             self.breaker.hangs()
             raise UnavailableError(f"{self._backend.location} does not answer") from None
 
-    return asking  # type: ignore[return-value]  # of `wraps`: the same
+    return waiting  # type: ignore[return-value]  # of `wraps`: the same
 
 
 class Lookups(Part):
-    """Finds pages in a location, and among those that wait to be written."""
+    """Finds pages, stored or pending."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
@@ -57,21 +56,21 @@ class Lookups(Part):
 
     # -- of a prompt --------------------------------------------------------------------------------------------------
 
-    @asked
+    @in_time
     def longest(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """As `Engine.match`, in this location."""
         started = time.perf_counter()
         with self.locating(self.prompt(namespace, tokens, page_tokens)) as (_, found):
             path = found.path()
-        n_kept = _n_kept(path.pages)
-        if n_kept < len(path.pages):
+        n_unexpired = _n_unexpired(path.pages)
+        if n_unexpired < len(path.pages):
             self._catalog.expired()
-            pages = path.pages[:n_kept]
+            pages = path.pages[:n_unexpired]
             path = Path(pages, pages[-1].end if pages else 0)
         self._counters.time("lookup", time.perf_counter() - started)
         return path
 
-    @asked
+    @in_time
     def deepest_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
@@ -84,25 +83,25 @@ class Lookups(Part):
 
     def _deepest(self, found: Located, multiple_of: int) -> Path:
         for path in found.to_snapshots():
-            if _n_kept(path.pages) < len(path.pages):
+            if _n_unexpired(path.pages) < len(path.pages):
                 self._catalog.expired()
             elif path.n_tokens % multiple_of == 0:
                 return path
         return Path((), 0)
 
-    @asked
+    @in_time
     def missing(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, *, tail: bool = False
     ) -> list[tuple[int, int]]:
-        """First position and boundary of each page of a sequence that is worth capturing.
+        """First position and boundary of each page of a sequence that is to be captured.
 
-        If the location cannot be asked, of each that does not wait to be written. With `tail`, the tokens after the
-        last full page are one, too.
+        With `tail`, the tokens after the last full page are one, too. If the location cannot be read, these are all
+        pages that are not pending.
 
         Raises
         ------
         CorruptError
-            If another page has one of the keys: nothing may be stored after it.
+            If another page is stored under one of the keys: no page may follow it.
         """
         n_full = len(tokens) // page_tokens * page_tokens
         prompt = self.prompt(namespace, tokens if tail else tokens[:n_full], page_tokens)
@@ -113,18 +112,18 @@ class Lookups(Part):
             found = self.locate(None, prompt, self._catalog.along(prompt))
         if found.collision is not None:
             raise CorruptError(f"page {found.collision.hex()} has tokens that do not match its key")
-        # one that has expired is not found, and if it is captured again, it lasts longer
-        n_kept = _n_kept(found.pages)
-        ranges = [(start, start + page_tokens) for start in range(n_kept * page_tokens, n_full, page_tokens)]
+        # an expired page is captured again, which renews it
+        n_unexpired = _n_unexpired(found.pages)
+        ranges = [(start, start + page_tokens) for start in range(n_unexpired * page_tokens, n_full, page_tokens)]
         end = prompt.pieces[-1]
-        # a page that is taken now has no children yet, so nothing can cover the tail
-        if end and (ranges or not any(page.tokens.startswith(end) and _n_kept([page]) for page in found.beside)):
+        # a page that is captured now has no children yet, so no longer page can cover the tail
+        if end and (ranges or not any(page.tokens.startswith(end) and _n_unexpired([page]) for page in found.beside)):
             ranges.append((n_full, len(tokens)))
         return ranges
 
-    @asked
+    @in_time
     def has(self, key: bytes) -> bool:
-        """Whether a page or snapshot need not be captured: it is here."""
+        """Whether a page or snapshot is stored or pending, and not expired."""
         if self._catalog.get(key) is not None:
             return True
         with suppress(StorageError), self.breaker.asking(), self._backend.view() as view:
@@ -134,12 +133,12 @@ class Lookups(Part):
         return False
 
     def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> PagedPrompt:
-        """A sequence, cut into pages."""
+        """A sequence cut into pages, for `locate`."""
         return PagedPrompt(namespace, tokens, page_tokens, self._backend.cache)
 
     @contextmanager
     def locating(self, prompt: PagedPrompt, *, snapshots: bool = False) -> Iterator[tuple[PageView, Located]]:
-        """A view, and what there is of a prompt; guarded by the breaker."""
+        """A view, and what it has of a prompt; guarded by the breaker."""
         waiting = self._catalog.along(prompt)
         with self.breaker.asking(), self._backend.view() as view:
             yield view, self.locate(view, prompt, waiting, snapshots=snapshots)
@@ -147,11 +146,11 @@ class Lookups(Part):
     def locate(
         self, view: PageView | None, prompt: PagedPrompt, waiting: Waiting, *, snapshots: bool = False
     ) -> Located:
-        """What there is of a prompt, to the token, with `snapshots` also those along it.
+        """What is stored or pending of a prompt, to the token; with `snapshots` also the snapshots along it.
 
-        Mostly three round trips to a server: the records of all full pages, whose keys follow from the tokens, then
-        the child rows after the last of them, and the records of these. `waiting` was taken before the view was
-        opened, which is None for a location that cannot be read.
+        That takes a server mostly three round trips: the records of all full pages, whose keys follow from the tokens,
+        the child rows after the last of them, and the records of these. `waiting` was read before the view was opened;
+        without a view, in a location that cannot be read, only pending pages are found.
         """
         found, with_uses = Located(prompt), self._catalog.with_uses
         entries = view.leading(prompt.keys, waiting.damaged) if view is not None and prompt.keys else []
@@ -173,7 +172,7 @@ class Lookups(Part):
         parents = prompt.parents[: found.n_stored + 1] if snapshots else []
         near: list[Entry] = []
         after: list[Entry] = []
-        if view is not None and wanted and at == found.n_stored:  # after a page that waits nothing is stored
+        if view is not None and wanted and at == found.n_stored:  # nothing is stored after a pending page
             near, after = view.beside(parent, wanted, parents)
         elif view is not None and parents:
             after = view.children(parents, SNAPSHOT)
@@ -185,7 +184,7 @@ class Lookups(Part):
     def _following(
         self, stored: Sequence[Entry], waiting: Waiting, prompt: PagedPrompt, number: int, form: int
     ) -> list[Page]:
-        """Those of these entries, and of what waits, that follow a page of a prompt and have this form."""
+        """The pages of a form after the first `number` pages of a prompt: pending, or stored and among these entries."""
         place = prompt.namespace, prompt.parents[number], number * prompt.page_tokens, form
         pages = self._catalog.with_uses([one for one in stored if _is_at(one, place, waiting)])
         known = {page.key for page in pages}
@@ -196,8 +195,8 @@ class Lookups(Part):
 
     @handed_over
     def children(self, parent: bytes, at_most: int) -> list[Page]:
-        """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
-        # before the view: what is committed meanwhile is stored
+        """Children of this page or namespace: `at_most` of the stored ones, and all pending ones."""
+        # before the view: so what is committed meanwhile is not missed
         waiting = [page for page in self._catalog.pending_after(parent) if page.form == PAGE]
         with self._backend.view() as view:
             found = view.children([parent], PAGE, at_most)
@@ -223,8 +222,8 @@ class Lookups(Part):
 
     @handed_over
     def pages(self) -> list[Page]:
-        """All pages, stored and pending, parents before their children, which they have; for maintenance."""
-        # before the view: what is committed meanwhile is stored
+        """All pages, stored and pending, as trees, parents before their children; for maintenance."""
+        # before the view: so what is committed meanwhile is not missed
         waiting, uses = self._catalog.all_waiting()
         now, stored = time.time_ns(), []
         with self._backend.view() as view:
@@ -237,8 +236,8 @@ class Lookups(Part):
         return in_order(stored + waiting)
 
 
-def _n_kept(pages: Sequence[Page]) -> int:
-    """How many of the first of these pages have not expired."""
+def _n_unexpired(pages: Sequence[Page]) -> int:
+    """How many pages come before the first one that has expired."""
     now = time.time_ns()
     return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
 

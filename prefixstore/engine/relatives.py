@@ -1,4 +1,4 @@
-"""What is stored before a page in its sequences, and after it."""
+"""Relatives of stored pages: descendants, ancestors, and siblings with which a page overlaps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["overlaps_of", "pinned_with", "with_descendants"]
 
 
 def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
-    """These pages and all that is stored after them, children before their parents.
+    """These pages and their descendants, children before their parents.
 
-    Of more than `at_once` children of one page only the first ones, and then not the page.
+    Of a page with `at_once` children or more, only the first so many children are returned, and not the page itself.
     """
     waiting = [(entry, False) for entry in _entries(view, keys)]
     seen: set[bytes] = set()
@@ -36,7 +36,7 @@ def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None 
 
 
 def _entries(view: PageView, keys: Iterable[bytes]) -> list[Entry]:
-    """What is stored under these keys; something may be even where there is no record."""
+    """An entry for each key; where there is no record, other rows of the page may be left."""
     keys = list(keys)
     found = view.records(keys)
     nothing = CorruptError("it has no record"), Usage(0)
@@ -44,9 +44,9 @@ def _entries(view: PageView, keys: Iterable[bytes]) -> list[Entry]:
 
 
 def pinned_with(view: PageView, key: bytes, *, pinned: bool) -> list[bytes]:
-    """What changes when a stored page is pinned or unpinned: its descendants too, and its ancestors.
+    """The pages that are pinned or unpinned with a stored page: its descendants and its ancestors.
 
-    An ancestor of an unpinned page stays pinned if it leads to another pinned page.
+    An ancestor stays pinned if it leads to another pinned page.
     """
     changed = [entry.key for entry in with_descendants(view, [key])]
     known = set(changed)
@@ -63,12 +63,12 @@ def pinned_with(view: PageView, key: bytes, *, pinned: bool) -> list[bytes]:
 
 
 def overlaps_of(view: PageView, page: Page) -> tuple[Page | None, bool]:
-    """The stored tail that a page continues, and whether a stored page has all its tokens, and more."""
+    """The stored tail that a page continues, if any, and whether a longer stored page begins with all its tokens."""
     if page.form == SNAPSHOT:
         return None, False
     near = view.neighbors(page.parent, page.tokens)
     if any(tokens_of(one) == page.tokens for one in near):
-        # it is stored: a tail that it continues comes just before
+        # the page itself is stored: a tail that it continues comes just before it
         near += view.neighbors(page.parent, page.tokens[:-TOKEN_BYTES])
     others = [(one, tokens_of(one)) for one in near if tokens_of(one) != page.tokens]
     tail = next((one for one, tokens in others if tokens and page.tokens.startswith(tokens)), None)

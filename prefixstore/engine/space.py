@@ -1,4 +1,4 @@
-"""Makes space: evicts leaves until what is to be written fits, in the transaction that writes it."""
+"""Makes space: evicts leaves until a page fits, in the transaction that writes it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 
 log = logging.getLogger("prefixstore")
 
-# other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
+# other processes wait while a transaction is open: it evicts no more pages and bytes than these
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
-# so many evictions are remembered, the latest ones
+# how many of the latest evictions are remembered
 REMEMBERED = 4096
 
 
 class _TakenBackError(StorageError):
-    """Ends a transaction that only tries something; what it has changed is undone."""
+    """Rolls a trial transaction back."""
 
 
 class Evictor(Part):
@@ -46,9 +46,9 @@ class Evictor(Part):
     Attributes
     ----------
     used, peak_bytes
-        What this process has seen the location hold: last, None before the first time, and at most.
+        What the location held when this process last looked (None before that), and the most that it ever saw.
     has_loaded
-        Whether the policy goes on with what was learned before.
+        Whether the policy has been given what earlier processes learned.
     """
 
     has_loaded = False
@@ -58,15 +58,15 @@ class Evictor(Part):
         self.catalog, self.budget = shared.catalog, shared.budget
         self.used: Used | None = None
         self.peak_bytes = 0
-        # the latest evictions, each page once
+        # the latest evictions, each key once
         self._evicted: dict[bytes, None] = {}
 
     def saw(self, used: Used) -> None:
-        """Note how much the location holds."""
+        """Note what the location holds."""
         self.used, self.peak_bytes = used, max(self.peak_bytes, used.bytes)
 
     def load(self, transaction: PageUpdate) -> None:
-        """Have the policy go on with what was learned, before the first eviction."""
+        """Give the policy what earlier processes learned, before the first eviction."""
         name = self.catalog.policy.note
         if self.has_loaded or name is None:
             return
@@ -78,9 +78,9 @@ class Evictor(Part):
 
     @handed_over
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
-        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
+        """Evict in the order of the policy until the location holds `max_bytes`, or nothing but pinned pages.
 
-        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
+        A `dry_run` reports what would be evicted, and changes nothing. Raises `StorageError`.
         """
         chosen: list[bytes] = []
         before = self._stored_bytes()
@@ -88,7 +88,7 @@ class Evictor(Part):
             chosen, left = self._trial(max_bytes)
         else:
             n_before, left = -1, max_bytes + 1
-            # what a location takes is known exactly only after a commit
+            # the exact size of a location is known only after a commit
             while left > max_bytes and len(chosen) > n_before:
                 n_before = len(chosen)
                 chosen += self.shrink(max_bytes)[0]
@@ -103,10 +103,10 @@ class Evictor(Part):
             return view.used.bytes
 
     def shrink(self, max_bytes: int) -> tuple[list[bytes], int]:
-        """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
+        """Evict, in short transactions, until the location holds `max_bytes`, or nothing can be evicted any more.
 
-        Returns the keys of the pages that were evicted, and what the location holds now, in bytes. Raises `FullError`
-        if it has no space to delete even one page.
+        Returns the keys of the evicted pages, and the bytes that the location holds now. Raises `FullError` if there is
+        no space to delete even one page.
         """
         evicted: list[bytes] = []
         at_once = PAGES_AT_ONCE
@@ -130,9 +130,9 @@ class Evictor(Part):
         return evicted, used, used <= max_bytes or not is_left
 
     def _trial(self, max_bytes: int) -> tuple[list[bytes], int]:
-        """What `shrink` would evict, and what the location would hold after it. Nothing is changed.
+        """What `shrink` would evict, and what the location would hold then: tried in one transaction, and rolled back.
 
-        It is tried in one transaction, which is taken back; other writers wait meanwhile. Raises `FullError`.
+        Other writers wait meanwhile. Raises `FullError`.
         """
         chosen: list[bytes] = []
         used = 0
@@ -144,7 +144,7 @@ class Evictor(Part):
         return chosen, used
 
     def respect_budget(self) -> None:
-        """If more is stored than the budget allows, since it was larger before, evict the excess in short transactions.
+        """Evict, in short transactions, what exceeds a budget that was larger before.
 
         Nothing is evicted if too much is pinned. Raises `FullError`.
         """
@@ -163,18 +163,18 @@ class Evictor(Part):
     # -- what is evicted ----------------------------------------------------------------------------------------------
 
     def ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
-        """The ranks of leaves with these page keys, with what is to be written of their uses."""
+        """The ranks of leaves with these page keys, deferred uses included."""
         with self.catalog.lock:
             self.catalog.enter_uses(keys, leaves)
             return self.catalog.policy.ranks(leaves)
 
     def admits(self, new: PendingPage, victim: Victim) -> bool:
-        """Whether a new page is worth more than a victim, by the policy."""
+        """Whether the policy finds a new page worth more than a victim."""
         with self.catalog.lock:
             return self.catalog.policy.admits(Leaf.of(new.record.head, new.page.usage), victim.leaf)
 
     def evicted(self, victim: Victim, now: int) -> None:
-        """Count and remember that a victim was deleted, at this time in nanoseconds since the epoch."""
+        """Count and remember that a victim was deleted, `now` in nanoseconds since the epoch."""
         with self.catalog.lock:
             if not victim.is_expired:
                 self.catalog.policy.evicted(victim.key, victim.leaf.uses, victim.last_used)
@@ -187,7 +187,7 @@ class Evictor(Part):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
 
     def has_evicted(self, key: bytes) -> bool:
-        """Whether this process has evicted a page lately."""
+        """Whether this process has evicted this page recently."""
         return key in self._evicted
 
 
@@ -198,36 +198,23 @@ class Space:
         self._evictor = evictor
         self._budget = evictor.budget
         self._transaction = transaction
-        # the leaves of groups, in the order in which to evict them
+        # by group: its leaves in the order of eviction
         self._victims: dict[Group, Victims] = {}
-        # the page that is deleted for the one for which space is made
+        # the stored page that the new one replaces
         self._replaced: bytes | None = None
 
     def make(
         self, new: PendingPage, admits: Callable[[Victim], bool], replaced: Page | None = None
     ) -> DropReason | None:
-        """Evict until a page fits, as long as it is worth more. Nothing is evicted for a page that cannot fit.
+        """Evict until a new page fits, as long as it is worth more than the victims (`admits`).
 
-        A tenant with a quota makes space among its own pages first, so it does not evict those of others as long as it
-        has any.
-
-        Parameters
-        ----------
-        new
-            The page, which is put next.
-        admits
-            Whether it is worth more than a victim.
-        replaced
-            The stored page that is deleted for it.
-
-        Returns
-        -------
-        DropReason or None
-            Why the page is not to be put: `BUDGET`, `QUOTA` or `ADMISSION`; None if it fits.
+        Returns None if it fits, else why it is not to be put: `BUDGET`, `QUOTA` or `ADMISSION`. Nothing is evicted for
+        a page that cannot fit. A tenant with a quota evicts its own pages first, and those of others only when it has
+        none left. The stored page that the new one replaces (`replaced`) is not evicted.
         """
         group, self._replaced = self._group(new), replaced.key if replaced is not None else None
         need = self._need(new, replaced)
-        # known before anything is evicted: what is pinned stays
+        # what is pinned stays: so it is known beforehand whether the page can fit
         kept = need if replaced is not None and replaced.pinned else self._need(new)
         if group is not None and group.held(self._transaction).pinned_bytes + kept.size > group.quota:
             return DropReason.QUOTA
@@ -253,14 +240,14 @@ class Space:
         return None
 
     def added(self, namespace: bytes, key: bytes) -> None:
-        """A page may be a leaf now: it was put (an imported one may be older than others), or lost its last child."""
+        """Consider a page that may have become a leaf: it was put, or lost its last child."""
         for victims in self._victims.values():
             victims.added(namespace, key)
 
     def shrink(self, n_bytes: int, *, at_most: int | None = None) -> tuple[list[bytes], bool]:
-        """Evict until the location holds so many bytes, or `at_most` so many pages.
+        """Evict until the location holds no more than `n_bytes`, but not more than `at_most` pages.
 
-        Returns their keys, and whether more may be left.
+        Returns the keys of the evicted pages, and whether there may be more.
         """
         evicted: list[bytes] = []
         n_taken = 0
@@ -274,9 +261,9 @@ class Space:
         return evicted, True
 
     def delete_expired(self, at_most: int) -> bool:
-        """Delete expired leaves, and parents that become such leaves, as far as they are found.
+        """Delete expired leaves that are found, and their parents if those become expired leaves.
 
-        Returns whether more may be left.
+        Returns whether there may be more.
         """
         for _ in range(at_most):
             victim = self._lowest(ALL)
@@ -288,18 +275,18 @@ class Space:
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _group(self, new: PendingPage) -> Group | None:
-        """The pages of the same tenant, which a quota bounds."""
+        """The pages that share a quota with a new page; None without a quota."""
         if self._budget.quota is None:
             return None
         salt = salt_in(new.settings)
         return Group(new.page.namespace if salt is None else salt, self._budget.quota)
 
     def _need(self, new: PendingPage, replaced: Page | None = None) -> _Need:
-        """What a page takes, if a stored one is deleted for it."""
+        """What a new page needs if it replaces a stored one."""
         cost, size = self._transaction.cost(new.record, len(new.payload)), len(new.payload) + len(new.record.tokens)
         if replaced is None:
             return _Need(cost, size, 1)
-        # how much its rows take is known only when they are gone
+        # how much the rows of the replaced page take is known only when they are gone
         return _Need(cost - replaced.stored_bytes, size - replaced.stored_bytes - len(replaced.tokens), 0)
 
     def _quota_is_exceeded(self, group: Group, need: _Need) -> bool:
@@ -311,7 +298,7 @@ class Space:
     # -- victims ------------------------------------------------------------------------------------------------------
 
     def _lowest(self, group: Group) -> Victim | None:
-        """The leaf of a group to evict next: not one that is in use."""
+        """The leaf of a group to evict next, if it may be evicted."""
         if group not in self._victims:
             catalog, n_pages = self._evictor.catalog, self._transaction.used.entries
             with catalog.lock:
@@ -325,7 +312,7 @@ class Space:
         return None
 
     def _take(self, victim: Victim) -> bool:
-        """Delete a victim; whether it was an eviction: its page may have gone before."""
+        """Evict a victim; False if its page was gone already."""
         transaction = self._transaction
         is_stored = transaction.delete(victim.key)
         if not is_stored:
@@ -337,7 +324,7 @@ class Space:
 
 
 class _Need(NamedTuple):
-    """What a page takes: of the location, of a quota, and of the number of pages."""
+    """What a page needs: bytes of the location, bytes of a quota, and entries."""
 
     cost: int
     size: int
@@ -345,7 +332,7 @@ class _Need(NamedTuple):
 
 
 def _least_of(view: PageView) -> Used:
-    """What stays in a location if all is evicted: what is pinned, estimated from the size of an average byte there."""
+    """What would be left if everything but pinned pages was evicted, estimated from their share of the quota bytes."""
     count = view.count()
     share = count.pinned_bytes / count.quota_bytes if count.quota_bytes > 0 else 0.0
     return Used(int(view.used.bytes * min(max(share, 0.0), 1.0)), count.pinned)
