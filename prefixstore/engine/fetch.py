@@ -1,9 +1,8 @@
 """Delivers the verified states of pages, in order, from one source or several.
 
-A source is a location, or what this process holds of its pages: buffers of pending pages. A thread of
-the store reads it (`engine/source.py`), and has its view, so whoever stops waiting leaves both to it: they end when
-the location answers, or with its timeout. All sources of a fetch begin at once; what one has given is verified before
-the next one gives.
+A thread of the store reads each source (`engine/source.py`) and owns its view. A caller that stops waiting leaves both
+behind: they end when the location answers, or with its timeout. All sources of a fetch start at once; the states of one
+are verified before those of the next are handed out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["Deadline", "States"]
 
 T = TypeVar("T")
 
-# How far behind its deadline a location on this machine may be: it may be the machine that has paused.
+# How late a location on this machine may be: perhaps the whole machine has paused.
 LOCAL_SECONDS = 0.5
 
 
@@ -32,37 +31,35 @@ class Deadline(Protocol):
     """How long a caller is willing to wait for states."""
 
     def left(self, n_given: int, arrived: float = 0.0) -> float:
-        """Seconds left for the next state, after `n_given` states, if this share of it has arrived.
-
-        Negative if that is over.
-        """
+        """Seconds left for the next state, after `n_given` states, if this share of it has arrived; may be negative."""
 
 
 class States(Lent, Iterator[memoryview]):
     """The verified states of some pages, in order, while the block is open.
 
-    They end early at a page that is gone, damaged or late. Whoever is interrupted on the way into the block, or out of
-    it, loses this, and the threads end then. What is wrong with the location ends them, and is counted.
+    They end early at a page that is gone, damaged or late, and where the location fails; that is counted. If the block
+    is interrupted as it is entered or left, the threads end when this object is collected.
 
     Parameters
     ----------
     sources
-        The wanted pages.
+        What reads the pages.
     streamed
-        A state is valid only until the next one is requested, and its buffer is used again. Otherwise states are
-        verified when they are given out, and valid until the block is left.
+        Whether a state is valid only until the next one is requested, and its buffer is used again. Otherwise states
+        are verified when they are handed out, and valid until the block is left.
     along
-        If streamed: for callers that can undo a load. They get raw states earlier: before the checksum is known; the
-        next state, and `verified`, wait for it. Not where states are kept, nor with a deadline for another machine.
+        If streamed: whether raw states are handed out before their checksum is known, to a caller that can undo a load.
+        The next state, and `verified`, wait for the checksum. Has no effect where states are kept, nor for another
+        machine if there is a deadline.
     look
-        Whether a state can be used; a state that it refuses ends the iteration too. It is called in the calling thread
-        until one of a source was accepted, and then in the threads that read them.
+        Whether a state can be used; one that cannot ends the iteration. It is called in the calling thread until the
+        first state of a source is accepted, and then in the threads that read.
     admit
-        Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
-        called before anything is read, in the calling thread.
+        Whether a page may be read, judged by the size of its state; one that may not ends the iteration. It is called
+        in the calling thread before anything is read.
     deadline
-        How long the caller waits. It ends the iteration in the middle of a page if the location is not on this machine,
-        else between two.
+        How long the caller waits. On another machine it ends the iteration even in the middle of a page, on this one
+        only between two pages.
 
     Raises
     ------
@@ -82,11 +79,11 @@ class States(Lent, Iterator[memoryview]):
     ) -> None:
         super().__init__()
         self._readers: list[SourceReader] = []
-        # the state that was returned last, and who has read it
+        # the state that was returned last, and its reader
         self._last: tuple[SourceReader, Given] | None = None
         self._look = look
         self._deadline = deadline
-        # the page whose size the caller does not accept, if there is one
+        # the page that the caller does not admit, if there is one
         self._refused: Page | None = None
         self._error: Exception | None = None
         for fetcher, pages, keep in sources:
@@ -106,12 +103,12 @@ class States(Lent, Iterator[memoryview]):
 
     @property
     def n_verified(self) -> int:
-        """How many of them are verified so far, all but the last one at least; `verified` waits until all are."""
+        """How many of them are verified so far: at least all but the last one. `verified` waits for that one."""
         return self.n_given - (self._last is not None and self._last[1].check is not None)
 
     @property
     def _next_reader(self) -> SourceReader | None:
-        """Whose turn it is, if there is more."""
+        """The reader of the next state; None if there is none."""
         return next((one for one in self._readers if one.n_given < len(one.pages)), None)
 
     def __enter__(self) -> States:  # noqa: PYI034 - nothing derives from it
@@ -128,17 +125,17 @@ class States(Lent, Iterator[memoryview]):
         is_left = not (kind is None or issubclass(kind, Exception))
         turn = self._next_reader
         for reader in self._readers:
-            # a Ctrl-C does not wait for the location, and nobody for another machine whose turn has not come
+            # a Ctrl-C waits for no location, and nobody waits for another machine whose turn has not come
             is_early = reader is not turn and not reader.n_given and not reader.fetcher.is_local
             reader.end(is_left=is_left or is_early)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # its making was interrupted
+        with suppress(AttributeError):  # `__init__` was interrupted
             for reader in self._readers:
                 reader.leave()
 
     def __next__(self) -> memoryview:
-        # what was given is good before anything follows it
+        # a state must be verified before the next one follows
         if self.verified() < self.n_given or self._ended:
             raise StopIteration
         reader = self._next_reader
@@ -159,7 +156,7 @@ class States(Lent, Iterator[memoryview]):
         return given.state
 
     def verified(self) -> int:
-        """How many returned states are verified; if fewer than all, the last one is bad."""
+        """Wait until the last state is verified; how many are. If that is fewer than `n_given`, the last one is bad."""
         if self._error is not None:
             raise self._error
         if self._last is not None and self._last[1].check is not None and not self._ended:
@@ -170,7 +167,7 @@ class States(Lent, Iterator[memoryview]):
         return self.n_verified
 
     def _come(self, reader: SourceReader, page: Page) -> Given:
-        """What comes for the next page; without a state if it cannot be used."""
+        """What its reader has for the next page; without a state if that cannot be used."""
         if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
             return Given(page, error=LateError(SLOWER))
         found = self._wait(reader, page, reader.slots[reader.n_given])
@@ -180,10 +177,10 @@ class States(Lent, Iterator[memoryview]):
         return Given(page, error=given.misshapen())
 
     def _wait(self, reader: SourceReader, page: Page, said: SimpleQueue[T]) -> T | LateError:
-        """What the thread says of a page, or that it is late."""
+        """What the thread puts into a queue for a page, or an error if that is late."""
         for seconds in self._patience(reader):
             with suppress(Empty):
-                # what has come already is used, however late it is
+                # what has arrived is used, however late it is
                 return said.get(timeout=min(max(seconds, 0.001), TIMEOUT_MAX))
         reader.is_left = True
         if reader.fetcher.is_local:
@@ -191,18 +188,18 @@ class States(Lent, Iterator[memoryview]):
         return LateError("the location does not answer" if reader.fetcher.is_local else SLOWER)
 
     def _patience(self, reader: SourceReader) -> Iterator[float]:
-        """How many seconds to wait for a thread, and then how many more."""
+        """How many seconds to wait for a thread, and after that for how many more."""
         if reader.fetcher.is_local:
-            # it can only hang
+            # it is given up only if it hangs
             yield reader.patience
             return
         yield self._left()
         if (arrived := reader.arrived) > 0:
-            # what will be there soon is worth waiting for, once
+            # once, wait longer for a page that will be there soon
             yield self._left(arrived)
 
     def _end(self, reader: SourceReader, page: Page, error: Exception | None) -> None:
-        """Give nothing after this page, which is gone, or cannot be used."""
+        """End the iteration at this page, which is gone or cannot be used."""
         self._ended = True
         if error is None or isinstance(error, StorageError):
             reader.fetcher.give_up(page, error)
@@ -211,5 +208,5 @@ class States(Lent, Iterator[memoryview]):
             raise error
 
     def _left(self, arrived: float = 0.0) -> float:
-        """Seconds that are left for the next state, if this share of it has arrived."""
+        """Seconds left for the next state, if this share of it has arrived."""
         return self._deadline.left(self.n_given, arrived) if self._deadline is not None else TIMEOUT_MAX

@@ -184,7 +184,7 @@ class Lookups(Part):
     def _following(
         self, stored: Sequence[Entry], waiting: Waiting, prompt: PagedPrompt, number: int, form: int
     ) -> list[Page]:
-        """The pages of a form after the first `number` pages of a prompt: pending, or stored and among these entries."""
+        """Pages of a form after the first `number` pages of a prompt: pending, or stored and among these entries."""
         place = prompt.namespace, prompt.parents[number], number * prompt.page_tokens, form
         pages = self._catalog.with_uses([one for one in stored if _is_at(one, place, waiting)])
         known = {page.key for page in pages}

@@ -1,17 +1,17 @@
-"""One source of a fetch: a location, or what this process holds of its pages, and the thread that reads it.
+"""One source of a fetch: a location, with what this process holds of its pages, and the thread that reads it.
 
-The thread has the view. It reads some pages ahead of the caller, and gives each one into its slot::
+The view belongs to the thread, which reads some pages ahead of the caller and puts each one into its slot::
 
     caller                             thread
-    start                              open the view; read and give the first states
+    start                              open the view; read the first states and put them into their slots
     wait for the next slot
-    the state can be used: accept      verify it and copy it for later, while the caller uses it; read one more
+    the state can be used: accept      verify it and keep a copy, while the caller uses it; read one more
     wait until it is verified
-    end: wait                          close the view; if the caller has given up, keep what has come since
+    end: wait                          close the view; if the caller has given up, keep what has arrived since
 
-Raw pages that are not encrypted are mostly read *along*: one at a time, given before the checksum is known, and
-verified while the caller copies them, so that they come out of memory once. All others are verified before they are
-given, and packed ones are unpacked by several threads.
+Raw pages that are not encrypted are mostly read *along*: one at a time, handed out before the checksum is known, and
+verified while the caller copies them, so that they come out of memory once. All others are verified first; packed ones
+are unpacked by several threads.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ Keep: TypeAlias = Callable[[Page, memoryview], None]
 """Copies a verified state for later, in the thread that reads it, while the caller may read it as well."""
 
 Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
-"""Consecutive pages, what reads them, and what receives the states that were accepted, or that are late."""
+"""What reads, consecutive pages, and what keeps the states that were accepted, or that came too late."""
 
 RAW = CODECS["raw"]
 SLOWER = "the location is slower than computing"
 
 
 class LateError(UnavailableError):
-    """A state has not come within the deadline of the caller."""
+    """A state did not arrive within the caller's deadline."""
 
 
 class ShapeError(IncompatibleError):
@@ -74,25 +74,25 @@ class ShapeError(IncompatibleError):
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """What the thread gives for a page."""
+    """What the thread puts into the slot of a page."""
 
     page: Page
-    # None if there is none: it is gone, or there is an error
+    # None if the page is gone, or there is an error
     state: memoryview | None = None
-    # raises `CorruptError` if the state is not what was written; None once that is known
+    # raises `CorruptError` if the state is not what was written; None once it is verified
     check: Callable[[], None] | None = None
-    # where the thread says how that went, once the state is accepted
+    # receives the outcome of `check`, once the state is accepted
     checked: SimpleQueue[Exception | None] = field(default_factory=SimpleQueue)
-    # whether it can be used; if not, that is for the caller to say
+    # whether the thread found that it can be used; else the caller looks
     is_looked_at: bool = False
     # why there is no state
     error: Exception | None = None
-    # what unpacks it, and into which memory
+    # the job that unpacks it, and the memory for that
     work: Answer[None] | None = None
     buffer: PooledBuffer | None = None
 
     def misshapen(self) -> StorageError:
-        """What is wrong with a page whose state cannot be used: a damaged one may have any shape."""
+        """The error of a page whose state cannot be used: it may be damaged."""
         try:
             if self.check is not None:
                 self.check()
@@ -101,33 +101,31 @@ class Given:
         return ShapeError(f"page {self.page.key.hex()} does not have the shape of a page")
 
     def settle(self) -> None:
-        """Wait until no thread works on it. Not to be called by several threads."""
+        """Wait until no thread works on it. Only one thread may call this."""
         work, self.work = self.work, None
         if work is not None:
             work.get()
 
     def release(self) -> None:
-        """Give its buffer back when no thread works on it."""
+        """Release its buffer when no thread works on it."""
         self.settle()
         if self.buffer is not None:
             self.buffer.release()
 
 
 class SourceReader:
-    """One source of a fetch, and the thread that reads it. Parameters as for `States`.
+    """One source of a fetch, and the thread that reads it. The parameters are those of `States`.
 
     Attributes
     ----------
-    fetcher, pages
-        Of the source.
     patience
-        Seconds after which the location hangs.
+        Seconds after which the location counts as hung.
     slots
-        One for each page, and one for what goes wrong after them.
+        One for each page, and one for an error after the last of them.
     n_given
         How many states the caller has accepted.
     is_left
-        Whether the caller waits no longer.
+        Whether the caller has stopped waiting.
     """
 
     def __init__(self, source: Source, *, streamed: bool, along: bool, look: Look | None) -> None:
@@ -142,11 +140,11 @@ class SourceReader:
         self.n_given = 0
         self.is_left = False
         self._done: Answer[None] | None = None
-        # an entry for each accepted state
+        # True for each accepted state; False ends the thread
         self._accepted: SimpleQueue[bool] = SimpleQueue()
-        # what is read, to see how much of a page has arrived
+        # to see how much of a page has arrived
         self._view: PageView | None = None
-        # whether more is to be read
+        # whether to read on
         self._goes_on = True
         # used by the threads
         self._n_read = 0
@@ -156,12 +154,12 @@ class SourceReader:
 
     @property
     def arrived(self) -> float:
-        """Which share of the next page has arrived, if that is known."""
+        """The share of the next page that has arrived; 0 if it is not known."""
         size = self.pages[self.n_given].stored_bytes
         return min(self._view.arrived / size, 1.0) if self._view is not None and size else 0.0
 
     def start(self) -> None:
-        """Have a thread read."""
+        """Start the thread."""
         try:
             self._done = self.fetcher.threads.start(self._run)
         except RuntimeError as error:
@@ -169,17 +167,17 @@ class SourceReader:
             self.slots[0].put(Given(self.pages[0], error=failed))
 
     def accept(self) -> None:
-        """Use the next state."""
+        """Note that the caller uses the next state."""
         self.n_given += 1
         self._accepted.put(True)
 
     def leave(self) -> None:
-        """Have the thread end."""
+        """Tell the thread to end."""
         self._goes_on = False
         self._accepted.put(False)
 
     def end(self, *, is_left: bool) -> None:
-        """Have the thread end, and wait for that unless the caller is in a hurry."""
+        """End the thread, and wait for it unless the caller has left."""
         self.is_left = self.is_left or is_left
         self.leave()
         if self._done is not None and self.is_left:
@@ -203,14 +201,14 @@ class SourceReader:
         except BaseException as raised:  # noqa: BLE001 - raised where the caller waits
             error = _for_caller(raised)
             if isinstance(error, StorageError):
-                # what is wrong with a page is given in its place: this is about the location
+                # errors of a page are put into its slot: this one is of the location
                 error = UnavailableError(str(error))
             self.slots[self._n_read].put(Given(self.pages[-1], error=error))
 
     def _serve(self, fetched: Iterator[tuple[Record, Buffer]], n_ahead: int) -> None:
-        """Give the states, so many before the first of them is accepted."""
+        """Hand out the states, up to `n_ahead` of them before the first one is accepted."""
         given: deque[Given] = deque()
-        # what the caller may use
+        # accepted: the caller may be using these
         used: deque[Given] = deque()
         try:
             while True:
@@ -224,7 +222,7 @@ class SourceReader:
                     used.popleft().release()
             if self.is_left:
                 for one in given:
-                    # nobody else will look at it
+                    # the caller will not look at it any more
                     if self._look is None or one.is_looked_at:
                         self._finish(one)
         finally:
@@ -233,7 +231,7 @@ class SourceReader:
                 one.release()
 
     def _read(self, fetched: Iterator[tuple[Record, Buffer]]) -> Given:
-        """Read the next page, and give its state, or have a thread do so that unpacks it."""
+        """Read the next page and hand it out; a packed one when another thread has unpacked it."""
         number, page = self._n_read, self.pages[self._n_read]
         one = Given(page, self._in_memory.get(page.key))
         found: tuple[Record, Buffer] | None = None
@@ -253,12 +251,12 @@ class SourceReader:
         return one
 
     def _give(self, number: int, one: Given, found: tuple[Record, Buffer] | None, seconds: float) -> None:
-        """Verify and unpack what was read in so many seconds, if anything was, and give it to the caller."""
+        """Verify and unpack what was read in so many seconds, if anything was, and put it into its slot."""
         try:
             if found is not None:
                 self._unpack(one, *found, seconds)
-            # The first ones are for the caller to look at, who may learn from them. The bytes that are compared are in
-            # no processor's cache yet, so of the others that is done here, while the caller uses the one before.
+            # The caller looks at the first ones, from which it may learn. The bytes to be compared are not in any
+            # processor's cache, so the others are looked at here, while the caller uses the one before.
             if one.state is not None and self._look is not None and self.n_given:
                 if not self._look(one.page, one.state):
                     raise one.misshapen()
@@ -274,11 +272,11 @@ class SourceReader:
         if not is_same(page, record) or record.start != page.start:
             raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
         if (record.created, record.stored_bytes) != (page.created, page.stored_bytes):
-            # it was stored again, perhaps packed; if it is damaged, that is this one
+            # it was stored again, perhaps packed; if it turns out to be damaged, it is this version that is
             page.created, page.stored_bytes = record.created, record.stored_bytes
             self.fetcher.forget(page)
         if record.raw_bytes != page.raw_bytes:
-            # the caller has accepted another size; nothing is allocated for this one
+            # the caller has admitted another size: nothing is allocated
             raise ShapeError(f"page {page.key.hex()} holds {record.raw_bytes} bytes of state, not {page.raw_bytes}")
         if self._along and record.codec == RAW:
             one.state = inspect(record, payload)
@@ -299,7 +297,7 @@ class SourceReader:
         one.state = one.buffer.view
 
     def _finish(self, one: Given) -> None:
-        """Verify a state, if that is still to be done, and copy it for later."""
+        """Verify an accepted state, unless that is done, and keep a copy of it."""
         one.settle()
         if one.state is None:
             return
@@ -315,12 +313,12 @@ class SourceReader:
         if self._keep is not None and one.page.key not in self._in_memory:
             try:
                 self._keep(one.page, one.state)
-            except Exception as error:  # what is kept is for later: it must not end a restore
+            except Exception as error:  # a copy for later must not end a restore
                 unexpected = None if isinstance(error, PrefixStoreError) else error
                 log.warning("a fetched page was not kept: %s", error, exc_info=unexpected)
 
 
-# what is logged and counted of a page that cannot be used, by the first of these that its error is
+# what is logged and counted of a page that cannot be used: of the first type that its error has
 UNREADABLE = (
     (CorruptError, "a damaged page will be deleted", "unreadable:corrupt"),
     (ShapeError, "a page was not used", "unreadable:shape"),
@@ -330,10 +328,10 @@ UNREADABLE = (
 
 
 class Fetcher(Part):
-    """What it takes to read the pages of a location.
+    """What the readers of one location share.
 
-    `read_rate` learns how fast that delivers bytes. The `buffers`, for what is unpacked, have no limit: each reader
-    bounds what it uses.
+    `read_rate` learns how fast the location delivers bytes. The pool of `buffers` for unpacked states has no limit:
+    each reader bounds what it uses.
     """
 
     def __init__(self, shared: Shared, read_rate: ReadRate) -> None:
@@ -344,11 +342,11 @@ class Fetcher(Part):
         self.is_closed = False
 
     def close(self) -> None:
-        """Begin no more."""
+        """Start no more readers."""
         self.is_closed = True
 
     def in_memory(self, pages: Sequence[Page]) -> Mapping[bytes, memoryview]:
-        """States that need not be read. Asked before a view is opened, so what is committed meanwhile is in either."""
+        """The states of pending pages; called before the view opens, so that a commit in between hides none."""
         return self._catalog.states(pages)
 
     @contextmanager
@@ -367,15 +365,15 @@ class Fetcher(Part):
         self.read_rate.observe(len(state), seconds + time.perf_counter() - started)
 
     def count_given(self, pages: Sequence[Page]) -> None:
-        """Count pages that a caller has got."""
+        """Count pages whose states a caller has accepted."""
         self._counters.add({"given_pages": len(pages), "given_bytes": sum(page.raw_bytes for page in pages)})
 
     def forget(self, page: Page) -> None:
-        """The next lookup reads the record of this page again."""
+        """Make the next lookup read the record of this page again."""
         self._backend.cache.forget(page.key)
 
     def give_up(self, page: Page, error: StorageError | None) -> None:
-        """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
+        """Log and count why a page ended a fetch; the next commit deletes it if it is damaged."""
         self.forget(page)
         if error is None:
             self._counters.count("unreadable:vanished")
@@ -392,7 +390,7 @@ class Fetcher(Part):
 
 
 def _for_caller(error: BaseException) -> Exception:
-    """What the caller gets for an error in a thread: the same, unless it is about the thread alone."""
+    """The error to raise in the caller: the same one, unless it concerns only the thread."""
     if isinstance(error, MemoryError):
         translated: Exception = UnavailableError("no memory to read a page")
     elif isinstance(error, Exception):
