@@ -93,7 +93,7 @@ class PageUpdate(PageView):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
-        path, namespace = child_rows.child_rows_of(record), record.namespace
+        path, namespace = child_rows.path_of(record), record.namespace
         owner = self._owner(namespace)
         mine, above = leaf_row(namespace, key), leaf_row(namespace, record.parent)
         wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
