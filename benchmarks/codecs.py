@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common import SHARED, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
 from benchmarks.tables import milliseconds, paragraph, table
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget

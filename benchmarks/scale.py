@@ -78,7 +78,7 @@ GOALS = {
     "evicting_insert_p50_ms": 5.0,
 }
 NAMES = {
-    "lmdb": ("prefixstore.backends.lmdb.backend",),
+    "lmdb": ("prefixstore.backends.lmdb.lmdb_backend",),
     "sqlite": ("prefixstore.backends.sql.sqlite",),
     "postgresql": ("prefixstore.backends.sql.postgresql",),
 }

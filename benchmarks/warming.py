@@ -19,7 +19,7 @@ from benchmarks.common import load, model_path, ratio, seconds, tree_bytes
 from benchmarks.tables import megabytes, met, paragraph, table
 from prefixstore import PrefixStore, WarmReport, warm
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming.prompts import PromptTrie
+from prefixstore.warming.prompt_list import PromptTrie
 
 PROMPTS = 200
 SYSTEMS, SYSTEM_TOKENS = 4, 300

@@ -23,7 +23,7 @@ from prefixstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from prefixstore.backends.keys import KeyProvider
+    from prefixstore.backends.encryption_keys import KeyProvider
     from prefixstore.config import load
     from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.engine.budget import Evicted
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prefixstore.results import LastPrompt, Match, Stats
     from prefixstore.store import PrefixStore
     from prefixstore.warming.job import Progress, WarmReport, warm
-    from prefixstore.warming.prompts import Problem
+    from prefixstore.warming.prompt_list import Problem
 
 __all__ = [
     "BusyError",
@@ -72,12 +72,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Evicted": "engine.budget",
     "Explanation": "diagnosis.explanation",
-    "KeyProvider": "backends.keys",
+    "KeyProvider": "backends.encryption_keys",
     "LastPrompt": "results",
     "Match": "results",
     "Namespace": "format.namespace",
     "PrefixStore": "store",
-    "Problem": "warming.prompts",
+    "Problem": "warming.prompt_list",
     "Progress": "warming.job",
     "Stats": "results",
     "Violation": "engine.invariants",

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefixstore.backends.encryption_keys import ENVIRONMENT as KEY_VARIABLE
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT as KEY_VARIABLE
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace, model_digits

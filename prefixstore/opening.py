@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from prefixstore.backends.keys import Key
+from prefixstore.backends.encryption_keys import Key
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
 from prefixstore.counters import Counters, Kind

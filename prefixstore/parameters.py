@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from prefixstore.backends.keys import Key, provider_of
+from prefixstore.backends.encryption_keys import Key, provider_of
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Policy

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from prefixstore.backends.keys import Key
+from prefixstore.backends.encryption_keys import Key
 from prefixstore.engine.miss import bypassing
 from prefixstore.errors import InvalidParameterError, NotAttachedError
 from prefixstore.format.keys import TokenSequence, as_tokens
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.traces.recorder import Recorder
-    from prefixstore.warming.prompts import PromptLike
+    from prefixstore.warming.prompt_list import PromptLike
 
 __all__ = ["PrefixStore"]
 

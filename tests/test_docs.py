@@ -17,8 +17,8 @@ import pytest
 
 import prefixstore
 from benchmarks import readme, report
-from prefixstore.backends.lmdb import backend as lmdb_backend
 from prefixstore.backends.lmdb import environment as lmdb_environment
+from prefixstore.backends.lmdb import lmdb_backend
 from prefixstore.cli import main
 from prefixstore.engine import policy
 from prefixstore.engine.keyspace import LEAVES

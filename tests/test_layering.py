@@ -150,3 +150,17 @@ def test_nothing_public_appears_or_disappears_unnoticed():
         "NotAttachedError PrefixStore PrefixStoreError Problem Progress StaleLeaseError Stats StorageError "
         "UnavailableError UndecryptableError Violation WarmReport load warm"
     )
+
+
+def test_public_names_and_files_exist_once():
+    defined: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        of_module = [
+            one.name
+            for one in parsed(path).body
+            if isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and one.name[0] != "_"
+        ]
+        # `cli.warm.warm` is the command that calls `warm`
+        for one in {path.name, *of_module} - {"__init__.py", *({"warm"} if name == "cli.warm" else ())}:
+            defined.setdefault(one, []).append(name)
+    assert {one: names for one, names in defined.items() if len(names) > 1} == {}

@@ -18,12 +18,12 @@ from prefixstore.errors import InvalidParameterError, MissingExtraError
 __all__ = ["SCHEMES", "extra_needed", "is_persistent", "open_backend"]
 
 ENTRY_POINTS = "prefixstore.backends"
-_OBJECTS = ("prefixstore.backends.objects.backend:open_objects", "s3")
+_OBJECTS = ("prefixstore.backends.objects.object_backend:open_objects", "s3")
 _POSTGRESQL = ("prefixstore.backends.sql:open_sql", "postgres")
-_VALKEY = ("prefixstore.backends.valkey.backend:open_valkey", "valkey")
+_VALKEY = ("prefixstore.backends.valkey.valkey_backend:open_valkey", "valkey")
 # scheme -> what opens a location, and the extra that it needs
 SCHEMES = {
-    "lmdb": ("prefixstore.backends.lmdb.backend:open_lmdb", ""),
+    "lmdb": ("prefixstore.backends.lmdb.lmdb_backend:open_lmdb", ""),
     "memory": ("prefixstore.backends.memory:open_memory", ""),
     "sqlite": ("prefixstore.backends.sql:open_sql", "sql"),
     **dict.fromkeys(("postgres", "postgresql"), _POSTGRESQL),

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from prefixstore.backends.keys import ID_BYTES, Keys
+from prefixstore.backends.encryption_keys import ID_BYTES, Keys
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.errors import CorruptError, LocationError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED

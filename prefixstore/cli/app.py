@@ -25,7 +25,7 @@ COMMANDS = {
     "Look": "stats.stats stats.top listing.ls listing.tenants tree.tree listing.show diagnose.explain tree.report",
     "Maintain": "diagnose.doctor maintain.check maintain.verify maintain.evict maintain.purge maintain.clear "
     "maintain.pin maintain.unpin key.key maintain.compact measure.bench trace.trace",
-    "Move": "transfer.export transfer.import transfer.copy maintain.migrate",
+    "Move": "move.export move.import move.copy maintain.migrate",
 }
 # those that have commands of their own, in the module of that name
 GROUPS = {

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import typer
 
 from prefixstore.backends import is_persistent
-from prefixstore.backends.keys import use_by_default
+from prefixstore.backends.encryption_keys import use_by_default
 from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD, chat_in, text_in
 from prefixstore.cli.model import configured, open_model, silence_llama
+from prefixstore.cli.named_files import STANDARD, chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, say, tell
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Level, examine

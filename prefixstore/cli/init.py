@@ -12,7 +12,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import default_location, is_url, without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import is_replaced, writing
+from prefixstore.cli.named_files import is_replaced, writing
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of

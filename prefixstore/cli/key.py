@@ -7,10 +7,10 @@ import os
 from functools import partial
 from pathlib import Path
 
+from prefixstore.backends.encryption_keys import ENVIRONMENT, FORGOTTEN, SECRET_BYTES, Keys, Source, key_id, line_of
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, SECRET_BYTES, Keys, Source, key_id, line_of
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import writing
+from prefixstore.cli.named_files import writing
 from prefixstore.cli.output import DONE, FAILED, confirmed, table
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.maintenance.archive import Archive

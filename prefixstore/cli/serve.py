@@ -106,8 +106,8 @@ def serve(
         return _serve_model(places, settings_of_file, given, model, command, host, port)
     try:
         # the extra "server"
+        from prefixstore.server.server_session import OnDamage  # noqa: PLC0415
         from prefixstore.server.serving import ServeSettings, serve_child  # noqa: PLC0415
-        from prefixstore.server.session import OnDamage  # noqa: PLC0415
         from prefixstore.server.tenants import TenantSource  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(

@@ -13,7 +13,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.app import run
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import writing
+from prefixstore.cli.named_files import writing
 from prefixstore.cli.output import say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.server.child import check_options, check_program

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import chat_in, text_in
+from prefixstore.cli.named_files import chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
@@ -19,7 +19,7 @@ from prefixstore.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
-    from prefixstore.server.slots import SlotStore
+    from prefixstore.server.slot_store import SlotStore
 
 __all__ = ["restore", "save"]
 
@@ -112,8 +112,8 @@ def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
 @contextmanager
 def _opened(store: str, client: LlamaServer, slots_dir: Path, **limit: str) -> Iterator[SlotStore]:
     """The store of a server's slots."""
-    from prefixstore.server.namespace import ServerIdentity  # noqa: PLC0415 - the extra "server"
-    from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - as above
+    from prefixstore.server.identity import ServerIdentity  # noqa: PLC0415 - the extra "server"
+    from prefixstore.server.slot_store import SlotStore  # noqa: PLC0415 - as above
 
     identity = ServerIdentity.of_process(client.url, client.props())
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:

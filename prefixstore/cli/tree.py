@@ -13,9 +13,9 @@ import numpy as np
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD, is_replaced, writing
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.named_files import STANDARD, is_replaced, writing
 from prefixstore.cli.output import DONE, FAILED, ago, may_replace, say, tell
 from prefixstore.engine.page_view import PageView
 from prefixstore.errors import InvalidParameterError

@@ -26,7 +26,7 @@ from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes, format_seconds, format_share
 from prefixstore.warming.job import Progress, WarmReport, estimate
 from prefixstore.warming.job import warm as run_job
-from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read_prompts, tokenized
+from prefixstore.warming.prompt_list import Problem, Prompt, PromptLike, read_prompts, tokenized
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -18,7 +18,7 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
-from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokens_of_prompt
+from prefixstore.warming.prompt_list import Problem, Prompt, PromptLike, tokens_of_prompt
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

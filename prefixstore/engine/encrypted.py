@@ -19,7 +19,16 @@ from dataclasses import replace
 from threading import Thread
 
 from prefixstore.backends.contract import Backend, Costs, Range, Row, Update, View, after_all
-from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of, name_of_provider
+from prefixstore.backends.encryption_keys import (
+    HEADER,
+    ID_BYTES,
+    MAGIC,
+    SECRET_BYTES,
+    KeyProvider,
+    Keys,
+    key_of,
+    name_of_provider,
+)
 from prefixstore.backends.sealing import Sealer, sealed_size
 from prefixstore.engine.keyspace import CHILD, PARTS, RECORD, TENANT_BYTES, tenant_of
 from prefixstore.engine.pages import retried

@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 
 from prefixstore.backends import contract
-from prefixstore.backends.keys import HEADER, key_of
+from prefixstore.backends.encryption_keys import HEADER, key_of
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page import shared_tokens

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
-from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
+from prefixstore.backends.encryption_keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import PageUpdate
@@ -288,7 +288,7 @@ def open_pages(
         As there.
     key
         Where the keys of an encrypted location are, or ``"none"`` for one that is not encrypted; by default as the
-        variable `prefixstore.backends.keys.ENVIRONMENT` says. What is in memory is not encrypted.
+        variable `prefixstore.backends.encryption_keys.ENVIRONMENT` says. What is in memory is not encrypted.
     count
         Called for each row or payload that cannot be decrypted, with the name under which it is counted.
 

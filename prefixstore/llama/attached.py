@@ -82,7 +82,7 @@ class AttachedStore(OpenLocation):
 
     def _attach(self, llm: Llama, *, by_itself: bool = False) -> Hook:
         """`by_itself`: a prompt asks for it, and no caller."""
-        from prefixstore.sessions.queue import between_calls  # noqa: PLC0415 - imported where it is used
+        from prefixstore.sessions.llama_queue import between_calls  # noqa: PLC0415 - imported where it is used
 
         if self.is_attached(llm):
             raise MisuseError("the store is attached to this Llama already")

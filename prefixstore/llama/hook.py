@@ -46,9 +46,9 @@ from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.llama.kv_memory import ContextMemory, kind_of, page_tokens_for
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.llama_state import LiveState, SavedStates, load_live
+from prefixstore.llama.page_strategy import PageStrategy
 from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.llama.pages import PageStrategy
-from prefixstore.llama.snapshots import SnapshotStrategy
+from prefixstore.llama.snapshot_strategy import SnapshotStrategy
 from prefixstore.llama.strategy import Strategy
 from prefixstore.models.file import model_name
 from prefixstore.parameters import Parameters

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
 
 from prefixstore.backends import is_persistent
-from prefixstore.backends.keys import Key, Keys
+from prefixstore.backends.encryption_keys import Key, Keys
 from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Removed, beginning_with, subtree

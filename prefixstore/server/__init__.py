@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
     from prefixstore.server.python_server import create_app
     from prefixstore.server.sequences import sequence_cache
-    from prefixstore.server.slots import SlotStore
+    from prefixstore.server.slot_store import SlotStore
 
 __all__ = ["LlamaServer", "SlotStore", "create_app", "sequence_cache"]
 
 # the module of each name, and the extra that it needs
 _MODULES = {
     "LlamaServer": ("prefixstore.server.client", "server"),
-    "SlotStore": ("prefixstore.server.slots", "server"),
+    "SlotStore": ("prefixstore.server.slot_store", "server"),
     "create_app": ("prefixstore.server.python_server", "python-server"),
     # not the name of its module: importing that would replace the function by the module
     "sequence_cache": ("prefixstore.server.sequences", "llama"),

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 
 __all__ = ["chat_of_messages", "chat_of_responses"]
 

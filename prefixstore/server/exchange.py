@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from aiohttp import ClientConnectionResetError, web
 
-from prefixstore.server.refusals import RefusedError, error_kind
+from prefixstore.server.refused import RefusedError, error_kind
 from prefixstore.server.upstream import Headers
 
 __all__ = ["BodyBudget", "Exchange", "server_of"]

@@ -11,9 +11,9 @@ from typing import Any
 
 from prefixstore.errors import ClosedError
 from prefixstore.server.exchange import Exchange
-from prefixstore.server.refusals import RefusedError
-from prefixstore.server.session import ServerSession
-from prefixstore.server.slots import SlotStore
+from prefixstore.server.refused import RefusedError
+from prefixstore.server.server_session import ServerSession
+from prefixstore.server.slot_store import SlotStore
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 

@@ -16,7 +16,7 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.prompts import TOKEN_CHARACTERS, aside
 from prefixstore.server.rates import Rates, Report, RequestUsage
-from prefixstore.server.session import ServerSession
+from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
 from prefixstore.server.upstream import Headers

@@ -22,7 +22,7 @@ import numpy as np
 
 from prefixstore.format.keys import Tokens
 from prefixstore.server.chats import chat_of_messages, chat_of_responses
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = [

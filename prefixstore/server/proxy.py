@@ -28,8 +28,8 @@ from prefixstore.server.prompts import (
     tokens_of_request,
 )
 from prefixstore.server.rates import Report, RequestUsage
-from prefixstore.server.refusals import RefusedError
-from prefixstore.server.session import ServerSession
+from prefixstore.server.refused import RefusedError
+from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, PoolFullError, Rows
 from prefixstore.server.tenants import Admission, within

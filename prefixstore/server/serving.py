@@ -22,12 +22,12 @@ from prefixstore.server.child import Child, ServerCommand, check_program, privat
 from prefixstore.server.client import Props
 from prefixstore.server.exchange import server_of
 from prefixstore.server.find_process import process_at, running_process
+from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.session import OnDamage, ServerSession, opened
-from prefixstore.server.slots import ADVICE, SlotStore
+from prefixstore.server.server_session import OnDamage, ServerSession, opened
+from prefixstore.server.slot_store import ADVICE, SlotStore
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.store import PrefixStore

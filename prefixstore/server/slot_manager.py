@@ -24,7 +24,7 @@ from prefixstore.server.slot_files import Restored, SlotCopy
 from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolFullError, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
-    from prefixstore.server.slots import SlotStore
+    from prefixstore.server.slot_store import SlotStore
 
 __all__ = ["SlotManager"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 
 if TYPE_CHECKING:
     from prefixstore.server.upstream import Headers, Reply, Upstream

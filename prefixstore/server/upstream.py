@@ -16,7 +16,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 
 __all__ = [
     "ASK_SECONDS",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from prefixstore.results import LastPrompt
-    from prefixstore.sessions.queue import Ticket
+    from prefixstore.sessions.llama_queue import Ticket
     from prefixstore.sessions.sessions import Sessions
     from prefixstore.sessions.table import Turn
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prefixstore.backends.forks import register_at_fork
 from prefixstore.errors import BusyError, ContextError, InvalidParameterError, NotAttachedError
 from prefixstore.results import SessionCounts
-from prefixstore.sessions.queue import Ticket, in_thread, queue_of
+from prefixstore.sessions.llama_queue import Ticket, in_thread, queue_of
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import SessionEntry, Table, Turn
 from prefixstore.units import shown

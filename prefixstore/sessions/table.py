@@ -17,7 +17,7 @@ from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_keys
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.llama.hook import Hook
-    from prefixstore.sessions.queue import Ticket
+    from prefixstore.sessions.llama_queue import Ticket
 
 __all__ = ["SessionEntry", "Table", "Turn"]
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from prefixstore.backends.contract import Backend, Update
-from prefixstore.testing.contract import KEYS, BackendContract, Rows, bytes_of, read_rows, update, write_rows
+from prefixstore.testing.backend_contract import KEYS, BackendContract, Rows, bytes_of, read_rows, update, write_rows
 from prefixstore.testing.together import fork_child
 
 __all__ = ["PersistentBackendContract"]

@@ -20,7 +20,7 @@ from prefixstore.engine.page import Path
 from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.store import PrefixStore
-from prefixstore.warming.prompts import Problem, PromptLike, PromptTrie, tokenized
+from prefixstore.warming.prompt_list import Problem, PromptLike, PromptTrie, tokenized
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from prefixstore.backends.contract import Draft, Row
-from prefixstore.backends.keys import HEADER
+from prefixstore.backends.encryption_keys import HEADER
 from prefixstore.engine.child_rows import ChildRow, first_node, node_below
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError

@@ -13,9 +13,9 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from prefixstore.backends.objects import client as client_module
-from prefixstore.backends.objects.client import Bucket
-from prefixstore.backends.objects.store import STORE
+from prefixstore.backends.objects import bucket as client_module
+from prefixstore.backends.objects.bucket import Bucket
+from prefixstore.backends.objects.store_state import STORE
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefixstore.backends.objects import store as objects
+from prefixstore.backends.objects import store_state as objects
 from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.engine import write_queue
 from prefixstore.engine.pages import open_pages

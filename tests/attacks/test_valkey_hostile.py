@@ -13,7 +13,7 @@ import pytest
 from valkey.connection import UnixDomainSocketConnection
 
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.valkey import view as payloads
+from prefixstore.backends.valkey import valkey_view as payloads
 from prefixstore.backends.valkey.connections import translated
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations

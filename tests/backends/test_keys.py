@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from prefixstore import InvalidParameterError, KeyProvider, LocationError, UnavailableError
-from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, provider_of
+from prefixstore.backends.encryption_keys import ENVIRONMENT, Keys, key_id, line_of, provider_of
 
 KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 BOB = "bob & co %#\udcff"

@@ -10,8 +10,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.environment import FORMAT, LMDB_VERSION, Environment
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import FullError, LocationError
 from prefixstore.testing import PersistentBackendContract
 from tests.support import PATIENCE, in_fork, python
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 WRITER = """
 import sys
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from tests.support.rows import write
 backend = LMDBBackend(sys.argv[1], int(sys.argv[2]))
 print("open", flush=True)
@@ -201,7 +201,7 @@ def test_a_store_stays_usable_when_the_same_location_is_opened_with_a_budget_tha
 
 HOLDING = """
 import sys
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 with LMDBBackend(sys.argv[1], 1 << 20).update():
     print("held", flush=True)
     sys.stdin.readline()

@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from prefixstore.backends.lmdb import checked
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.checked import NOTE
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import CorruptError, UnavailableError
 from tests.support import PATIENCE, in_thread, python
 from tests.support.rows import delete, key_of, rows_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.environment import OLD
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, python, seeds
 from tests.support.rows import key_of, rows_of
@@ -104,7 +104,7 @@ def test_a_scrub_leaves_nothing_of_deleted_rows_and_all_others_unchanged(tmp_pat
 SERVER = """
 import sys
 from contextlib import closing
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 with closing(LMDBBackend(sys.argv[1], 64 << 20)):
     print("open", flush=True)
     sys.stdin.readline()
@@ -130,7 +130,7 @@ def test_a_store_that_another_process_has_open_is_left_as_it_is(tmp_path):
 
 SCRUBBER = """
 import sys
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 backend = LMDBBackend(sys.argv[1], 64 << 20)
 print("go", flush=True)
 backend.compact(erase=True)
@@ -207,7 +207,7 @@ def test_another_program_that_has_the_file_open_does_not_make_lmdb_take_the_wron
 
 COMPACTOR = """
 import sys
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import UnavailableError
 backend = LMDBBackend(sys.argv[1], 64 << 20)
 done = refused = 0

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import FILE_FACTOR, LMDBBackend
 from prefixstore.backends.lmdb.environment import FILE_EXTRA
+from prefixstore.backends.lmdb.lmdb_backend import FILE_FACTOR, LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import FullError
 from tests.support.engines import MIB, P, store_of

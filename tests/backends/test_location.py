@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.backends.location import cache_directory, path_of, scheme_of, text_of, without_password
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.errors import InvalidParameterError, LocationError, PrefixStoreError

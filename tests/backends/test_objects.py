@@ -11,10 +11,10 @@ import pytest
 from prefixstore.backends import open_backend
 from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.objects import read_ahead as read_ahead_module
-from prefixstore.backends.objects import store as store_module
-from prefixstore.backends.objects.client import Bucket, Client
+from prefixstore.backends.objects import store_state as store_module
+from prefixstore.backends.objects.bucket import Bucket, Client
 from prefixstore.backends.objects.rows import Stored, key_in, name_of, new_payload, payload_name
-from prefixstore.backends.objects.store import STORE
+from prefixstore.backends.objects.store_state import STORE
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     InvalidParameterError,

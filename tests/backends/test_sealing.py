@@ -7,7 +7,7 @@ import pytest
 
 from prefixstore import LocationError
 from prefixstore.backends import sealing as module
-from prefixstore.backends.keys import Keys, key_id, line_of
+from prefixstore.backends.encryption_keys import Keys, key_id, line_of
 from prefixstore.backends.sealing import HEAD, SEGMENT, TAG_BYTES, SealedFile, Sealer, sealed_size, sealing
 from prefixstore.errors import CorruptError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED

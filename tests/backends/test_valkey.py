@@ -12,11 +12,11 @@ import pytest
 from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 from prefixstore.backends.contract import ConflictError
-from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import connections
-from prefixstore.backends.valkey import view as view_module
-from prefixstore.backends.valkey.backend import open_valkey
+from prefixstore.backends.valkey import valkey_backend as backend_module
+from prefixstore.backends.valkey import valkey_view as view_module
 from prefixstore.backends.valkey.connections import Address
+from prefixstore.backends.valkey.valkey_backend import open_valkey
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from prefixstore.cli.files import is_replaced, writing
+from prefixstore.cli.named_files import is_replaced, writing
 from prefixstore.errors import InvalidParameterError
 
 

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends.keys import Keys, key_id, provider_of
+from prefixstore.backends.encryption_keys import Keys, key_id, provider_of
 from prefixstore.cli import main
 from prefixstore.engine.pages import open_pages
 from tests.support.places import MIB, contents, fill, space

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.counters import Counters
 from prefixstore.engine import breaker as module
 from prefixstore.engine.breaker import CircuitBreaker

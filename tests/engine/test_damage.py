@@ -3,7 +3,7 @@
 import lmdb
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import RECORD

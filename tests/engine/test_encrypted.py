@@ -12,7 +12,7 @@ import lmdb
 import pytest
 
 from prefixstore import LocationError, PrefixStore
-from prefixstore.backends.keys import HEADER, MAGIC, key_id, line_of
+from prefixstore.backends.encryption_keys import HEADER, MAGIC, key_id, line_of
 from prefixstore.backends.sealing import Sealer
 from prefixstore.engine import encrypted, keyspace
 from prefixstore.engine.keyspace import tenant_of

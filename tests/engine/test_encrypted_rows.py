@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.backends.contract import Range, Row, View, after_all
-from prefixstore.backends.keys import Keys, key_id, key_of, line_of
+from prefixstore.backends.encryption_keys import Keys, key_id, key_of, line_of
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.encrypted import EncryptedView, RowCipher
 from prefixstore.format.keys import PAGE

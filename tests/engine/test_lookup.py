@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage

@@ -11,7 +11,8 @@ from prefixstore import PrefixStore
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import checksum
-from prefixstore.llama import snapshots, strategy
+from prefixstore.llama import snapshot_strategy as snapshots
+from prefixstore.llama import strategy
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 KINDS = {"mamba": "snapshots", "lfm2": "pages and snapshots"}

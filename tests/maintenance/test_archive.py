@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import page_key

@@ -88,7 +88,7 @@ def fork_for_ever() -> None:
 
 def _watch_what_changes_something() -> None:
     """A process may die before each statement that writes, and around each command and request, until it ends."""
-    from prefixstore.backends.objects.client import Client
+    from prefixstore.backends.objects.bucket import Client
     from prefixstore.backends.valkey.connections import Connections
     from prefixstore.engine import child_rows
 

@@ -21,7 +21,7 @@ from prefixstore.server.exchange import (
     server_of,
 )
 from prefixstore.server.prompts import LARGE, aside
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 
 BODY = b'{"prompt":"a"}'
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)

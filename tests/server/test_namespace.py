@@ -24,12 +24,12 @@ from prefixstore.llama.kv_memory import page_tokens_for
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.models.file import file_digest, read_metadata
 from prefixstore.server import SlotStore
-from prefixstore.server import namespace as namespace_module
+from prefixstore.server import identity as namespace_module
 from prefixstore.server.arguments import FLAGS, KNOWN, OTHER_VARIABLES, REFUSED, VALUED, VARIABLES, parse_arguments
 from prefixstore.server.client import Props
 from prefixstore.server.find_process import RunningProcess
+from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.model_settings import gains_from_full_window
-from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
 from tests.support.models import finish, load, state_bytes, write

@@ -20,7 +20,7 @@ from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError,
 from prefixstore.server import slot_pool
 from prefixstore.server.child import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
-from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prompts import (
     CACHE_SALT,
@@ -31,9 +31,9 @@ from prefixstore.server.prompts import (
     unknown_field,
 )
 from prefixstore.server.rates import Rates, Report, RequestUsage
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
+from prefixstore.server.server_session import ServerSession
 from prefixstore.server.serving import ServeSettings, failure_of
-from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Plan, PoolFullError, PoolSlot, Rows, SlotPool
@@ -712,7 +712,7 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
         session.is_ready = True
         await session._open()
         for seconds in (3600.0, 0.0):
-            monkeypatch.setattr("prefixstore.server.session.REOPEN_SECONDS", seconds)
+            monkeypatch.setattr("prefixstore.server.server_session.REOPEN_SECONDS", seconds)
             assert await session.look()
             await asyncio.sleep(0)
             await asyncio.sleep(0)

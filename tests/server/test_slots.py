@@ -26,7 +26,7 @@ from prefixstore.llama.capture import Capture, Place
 from prefixstore.llama.state.form import Form
 from prefixstore.server import SlotStore, slot_file
 from prefixstore.server import slot_files as slot_files_module
-from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.slot_files import PREFIX, SlotDirectory
 from tests.support.faults import Until
 from tests.support.llama_server import Running

@@ -60,7 +60,7 @@ def test_ctrl_c_before_the_block_changes_no_session(owner, step, llm, store, mon
 
 def test_those_who_wait_pass_over_a_session_that_was_dropped(sessions, monkeypatch):
     """Nobody tells them: they look now and then."""
-    monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.001)
+    monkeypatch.setattr("prefixstore.sessions.llama_queue.LOOK", 0.001)
     leased = [sessions.admit("alice")]
     threading.Timer(0.05, leased.clear).start()
     assert outcome(lambda: held(sessions, "bob")) == ([], 0)

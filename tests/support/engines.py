@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.counters import Counters

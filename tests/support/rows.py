@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixstore.backends.contract import Backend, Draft, Range
-from prefixstore.testing.contract import read_rows as rows_of  # noqa: F401 - for the tests
+from prefixstore.testing.backend_contract import read_rows as rows_of  # noqa: F401 - for the tests
 
 EVERYTHING = Range(b"", b"\xff" * 512)
 

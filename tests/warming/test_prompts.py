@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming.prompts import Problem, Prompt, PromptTrie, read_prompts, tokenized, tokens_of_prompt
+from prefixstore.warming.prompt_list import Problem, Prompt, PromptTrie, read_prompts, tokenized, tokens_of_prompt
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 

@@ -20,7 +20,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
 from prefixstore.backends.forks import HandleLock, abandon, adding, is_quiet, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
-from prefixstore.backends.lmdb.errors import lmdb_error, not_opened, prepare_directory
+from prefixstore.backends.lmdb.lmdb_errors import lmdb_error, not_opened, prepare_directory
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError

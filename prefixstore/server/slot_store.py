@@ -25,7 +25,7 @@ from prefixstore.opening import Locations
 from prefixstore.server.arguments import values_of
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.find_process import running_process
-from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
+from prefixstore.server.identity import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import Restored, SavedSlot, SlotBuffer, SlotCopy, SlotDirectory, wrong_directory
 from prefixstore.store import PrefixStore

@@ -14,10 +14,10 @@ from operator import itemgetter
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
-from prefixstore.backends.objects.client import Bucket, Client, Listed
+from prefixstore.backends.objects.bucket import Bucket, Client, Listed
 from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ReadWindow, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
-from prefixstore.backends.objects.store import GoneError, State, Store
+from prefixstore.backends.objects.store_state import GoneError, State, Store
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 

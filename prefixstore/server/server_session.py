@@ -24,11 +24,11 @@ from prefixstore.errors import (
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations, locations_of
 from prefixstore.server.client import LlamaServer, Props, props_of
-from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
-from prefixstore.server.slots import SlotStore
+from prefixstore.server.slot_store import SlotStore
 from prefixstore.server.upstream import Headers, Upstream, UpstreamError
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from prefixstore.backends.keys import Keys, provider_of
+from prefixstore.backends.encryption_keys import Keys, provider_of
 from prefixstore.backends.location import path_of, scheme_of, without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import tokens_of_prefix
+from prefixstore.cli.named_files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.engine.page import Page
 from prefixstore.errors import InvalidParameterError, LocationError, MissingExtraError

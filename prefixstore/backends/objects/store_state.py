@@ -24,7 +24,7 @@ from typing import Any
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import ConflictError
-from prefixstore.backends.objects.client import Client, Version
+from prefixstore.backends.objects.bucket import Client, Version
 from prefixstore.backends.objects.read_ahead import at_once
 from prefixstore.backends.objects.rows import Stored, name_of, payload_name
 from prefixstore.backends.threads import start_thread

@@ -21,7 +21,7 @@ from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey.connections import Address, Connections, reply_to
 from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, COSTS, HEAD, KEEP, TICK, packed
-from prefixstore.backends.valkey.view import ServerView, bytes_in, size
+from prefixstore.backends.valkey.valkey_view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
