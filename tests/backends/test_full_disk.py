@@ -1,13 +1,15 @@
 """A disk that is full: pages are refused and all others can be read, until there is space again."""
 
+import subprocess
 from contextlib import closing
 
 import pytest
 
+from prefixstore import PrefixStore
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import FullError
+from prefixstore.errors import FullError, StorageError
 from prefixstore.maintenance.archive import Archive
-from tests.support import keys_of
+from tests.support import in_fork, keys_of
 from tests.support.places import fill, small_disk, space
 
 
@@ -36,3 +38,21 @@ def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(
         assert archive.evict(archive.used().bytes // 2).pages
         archive.compact()
         assert archive.check() == []
+
+
+def test_a_disk_without_a_free_page_on_which_lmdb_is_opened_or_copied_is_an_error(disk):
+    Archive(disk / "kv", create=True).close()
+    (disk / "copy").mkdir()
+
+    def opened_and_copied():
+        with Archive(disk / "kv") as archive:
+            subprocess.run(["dd", "if=/dev/zero", f"of={disk}/other", "bs=4096"], check=False, capture_output=True)
+            with pytest.raises(StorageError, match="No space"):
+                archive.compact()
+        (disk / "kv" / "data.mdb").rename(disk / "copy" / "data.mdb")
+        for name in ("new", "copy"):
+            with pytest.raises(StorageError, match="No space"):
+                PrefixStore(disk / name, namespace="n")
+
+    # a signal of the system would end this process, too
+    in_fork(opened_and_copied)

@@ -39,6 +39,8 @@ OLD, NEW = ".old.mdb", ".new."
 # bytes that are copied in one transaction
 COPIED_AT_ONCE = 64 << 20
 ZEROS = bytes(1 << 20)
+# of a lock file: two headers, and its readers, of a cache line each
+LOCK_BYTES = 64 * (2 + MAX_READERS)
 # version of the database; what is in the rows has versions of its own
 LMDB_VERSION = 6
 META_FORMAT = struct.Struct("<I")
@@ -97,6 +99,7 @@ class Environment:
                         raise refusals.no_store(path)
                     _create(path)
                     is_new = True
+                _write_lock(path)
                 found = file.stat()
                 # a handle that is replaced was used until now
                 if self._identity != (found.st_dev, found.st_ino):
@@ -296,6 +299,7 @@ class Environment:
         """Copy all rows, in order, into a new file: no page of it has ever held a row that was deleted."""
         # with a smaller budget than it was filled with, no more than it needs
         map_size = max(self._map_size, (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
+        _write_lock(Path(directory))
         with self.begin(write=False) as txn, lmdb.open(directory, map_size=map_size, mode=0o600) as new:
             rows = iter(txn.cursor())
             while _put_some(new, rows):
@@ -365,10 +369,21 @@ def _create(path: Path) -> None:
     LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
     with TemporaryDirectory(dir=path, prefix=NEW) as directory:
+        _write_lock(Path(directory))
         with lmdb.open(directory, map_size=SMALLEST_MAP, mode=0o600) as new, new.begin(write=True) as txn:
             txn.put(*MAGIC)
             txn.put(FORMAT, META_FORMAT.pack(LMDB_VERSION))
         publish(Path(directory) / DATA, path / DATA)
+
+
+def _write_lock(directory: Path) -> None:
+    """Write all of the lock file, which LMDB maps: a hole there ends the process (SIGBUS) if the disk is full."""
+    if not (directory / LOCK).exists() and os.access(directory, os.W_OK):
+        with TemporaryDirectory(dir=directory, prefix=NEW) as new:
+            file = Path(new) / LOCK
+            file.touch(0o600)
+            file.write_bytes(ZEROS[:LOCK_BYTES])
+            publish(file, directory / LOCK)
 
 
 def _put_some(env: lmdb.Environment, rows: Iterator[tuple[Any, Any]]) -> bool:
