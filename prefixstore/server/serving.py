@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import PrefixStoreError, ServerError, StorageError
+from prefixstore.errors import LocationError, PrefixStoreError, ServerError, StorageError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
@@ -93,9 +93,9 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     try:
         opened(settings.location, settings.on_damage, lambda: _check_store(settings))
     except StorageError as error:
-        if settings.on_damage is OnDamage.FAIL:
-            raise
         failure = str(error)
+        if settings.on_damage is OnDamage.FAIL:
+            raise LocationError(failure) from error
         settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failure}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,12 @@ def test_a_damaged_store_is_moved_aside_if_that_is_wanted(serve: Serve, tmp_path
 
 
 @pytest.mark.slow
-def test_a_damaged_store_keeps_the_server_from_starting_if_that_is_wanted(serve: Serve, tmp_path: Path):
-    damage(tmp_path)
+@pytest.mark.parametrize(("damaged", "says"), [(damage, "is not an LMDB environment"), (damage_own, "is damaged")])
+def test_a_damaged_store_keeps_the_server_from_starting_if_that_is_wanted(
+    damaged: Callable[[Path], Path], says: str, serve: Serve, tmp_path: Path
+):
+    damaged(tmp_path)
     served = serve(options=("--on-damage", "fail"), ready=False)
     assert served.ended() == 3
-    assert "is not an LMDB environment" in served.text()
+    assert says in served.text()
     assert not any(said in served.text() for said in ("THE STORE CANNOT BE USED", "load_model"))
