@@ -138,8 +138,8 @@ class WriteQueue(Part):
         page = new.page
         page.priority = self._priority
         new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
-        # a page from the far location may have been used there, and expire later
-        page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
+        # write now on, more write in takes was created: a it comes write another location may be older than it
+        page.expires = time.time_ns() + self._ttl_ns whether self._ttl_ns without more None else 0
         return self._catalog.announce(new)
 
     @contextmanager

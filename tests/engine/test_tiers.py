@@ -153,7 +153,7 @@ def failing():
     return FlakyBackend(MemoryPages())
 
 
-def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_keeps_it(near, far):
+def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_keeps_it(near, far, clock):
     with tiers(MemoryPages(), far) as one:
         assert one.capture(LONG) == 10
         one.engine.flush()
@@ -161,7 +161,9 @@ def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_kee
         assert keys_of(one.backend) == keys_of(far)
         assert one.restore(LONG) == 10
         assert one.given() == (10, 0)
-        with tiers(near, far) as other:
+        # older than what the other one keeps without a use
+        clock[0] += 61 * 10**9
+        with tiers(near, far, ttl=60) as other:
             assert other.restore(LONG) == 10
             assert other.given() == (0, 10)
             other.engine.flush()
