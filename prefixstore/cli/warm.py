@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import open_model
@@ -138,6 +139,8 @@ def warm(
     ends = bool(settings.warm.get("generation_prompt")) if generation_prompt is None else generation_prompt
     if not sources:
         raise MisuseError("no prompts are given; pass files, folders, or - for standard input")
+    if not any(map(is_persistent, settings.locations)):
+        raise MisuseError("memory: ends with this command, and what was computed with it; pass another --store")
     for source in sources:
         if Path(source).suffix.lower() == ".json":
             say(f"note: {source} is read as the text of one prompt; name it .jsonl if each line is a prompt")
