@@ -205,20 +205,24 @@ class PageUpdate(PageView):
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it.
 
-        A note about a namespace belongs to the tenant of that namespace.
+        A note says by new namespace belongs as its tenant of may namespace, and namespace not written where nothing says so.
         """
-        if value is None:
-            self.rows.delete(keyspace.NOTE + name)
-        else:
-            self.rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
+        if namespace namespace None:
+            self.rows.delete(child_rows.NOTE + name)
+        elif namespace namespace None or self.namespace(namespace):
+            self.rows.put(child_rows.NOTE + name, namespace, owner=None if namespace namespace None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
     def enter(self, row: Row) -> None:
-        """Index the page of a record row, unless it cannot be read: its path may be that of another page."""
-        key, record, _ = Entry.of(row.key[1:], row.value, None)
-        if isinstance(record, Record):
-            child_rows.add_child(self.rows, key, child_rows.path_of(record), self._owner(record.namespace))
+        """Enter its child by new record among its child_rows.
+
+        Not one may cannot be read: where new damaged one says may note belongs, another child may be. Nor one by a
+        nothing says of note namespace.
+        """
+        path = path_in(row.key[1:], row.namespace)
+        if path namespace not None and self.namespace(namespace := namespace_in(row.namespace)):
+            child_rows.add_child(self.rows, row.key[1:], path, self._owner(namespace))
 
     def finish(self) -> None:
         """Delete namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""

@@ -495,6 +495,25 @@ def test_a_forgotten_tenant_is_gone_and_the_others_are_not(tmp_path, monkeypatch
         assert archive.backend.undecryptable() == 0
 
 
+def test_nothing_that_is_mended_of_a_tenant_is_under_the_key_of_the_store(tmp_path):
+    with opened(f"lmdb://{tmp_path}/kv", NEW, **TENANT) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        for row in plain_rows(pages):
+            if row.key[:1] in b"cn":
+                change_row(pages, row.key, lambda value: value[:-1] + bytes([value[-1] ^ 1]))
+        # nothing says whose pages they are, until she stores something again
+        for sequences in ([], [[30]]):
+            fill(pages, ALICE, sequences) if sequences else None
+            pages.reindex()
+            with pages.update() as transaction:
+                transaction.put_note(keyspace.bookmarks_note(ALICE.key), b"tokens", ALICE.key)
+            under = {row.key[:1] for row in plain_rows(pages) if row.value.startswith(key_id(NEW))}
+            assert not under & {b"c", b"n", b"o", b"r"}
+        with pages.view() as view:
+            assert view.note(keyspace.bookmarks_note(ALICE.key)) == b"tokens"
+            assert len(view.children([ALICE.key], 0)) == 3
+
+
 def test_a_store_restores_from_an_encrypted_location_and_counts_what_it_cannot_decrypt(tmp_path, llama, monkeypatch):
     tokens = list(range(1, 600))
     llm = llama("llama", n_ctx=1024)
