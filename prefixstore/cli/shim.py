@@ -86,14 +86,16 @@ def run_shim(argv: Sequence[str]) -> int:
         if address.get("--host", "").endswith(".sock"):
             raise InvalidParameterError("--host with a socket cannot be used behind the proxy")
         check_options(options, os.environ)
-        is_alone = not SAYING.isdisjoint(options)
+        # what is no number is for llama-server to refuse
+        is_alone = not SAYING.isdisjoint(options) or not address.get("--port", "0").isdecimal()
     except InvalidParameterError as error:
         say(f"prefixstore: {error}; llama-server is started without the store")
         is_alone = True
     if is_alone:
         os.execv(program, [program, *given])  # noqa: S606 - it takes the place of this process
     where = [text for name, value in address.items() for text in (name, value)]
-    return run(["serve", *serve, *where, "--", program, *options])
+    # llama-server has no other code for a failure
+    return min(run(["serve", *serve, *where, "--", program, *options]), 1)
 
 
 if __name__ == "__main__":

@@ -76,18 +76,20 @@ def test_a_launcher_that_starts_it_gains_the_store(shim: Path, start: Start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--version",), ("-m", "/nowhere/model.gguf"), ("--no-such-option",)])
-def test_it_says_and_ends_what_llama_server_does(shim: Path, options: tuple[str, ...]):
+@pytest.mark.parametrize(
+    "options", [("--version",), ("-m", "/nowhere.gguf"), ("--no-such-option",), ("--host", "1.2.3.4"), ("--port",)]
+)
+def test_it_says_and_ends_what_llama_server_does(shim: Path, docs_model: Path, options: tuple[str, ...]):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    port = ("--port", str(free_port()))
+    before = ("-m", str(docs_model), "--no-warmup", "--port", "0")
 
     def ended(program: Path) -> subprocess.CompletedProcess[bytes]:
-        argv = [str(program), *options, *port]
+        argv = [str(program), *before, *options]
         return subprocess.run(argv, check=False, capture_output=True, env=environment, timeout=START_SECONDS)
 
     ours, its = ended(shim), ended(binary())
     assert ours.returncode == its.returncode
-    if options == ("--version",):
+    if options in (("--version",), ("--port",)):
         assert (ours.stdout, ours.stderr) == (its.stdout, its.stderr)
 
 
