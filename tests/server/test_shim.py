@@ -77,11 +77,12 @@ def test_a_launcher_that_starts_it_gains_the_store(shim: Path, start: Start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("--version",), ("-m", "/nowhere.gguf"), ("--no-such-option",), ("--host", "1.2.3.4"), ("--port",)]
+    "options",
+    [("--version",), ("-m", "/nowhere"), ("--no-such-option",), ("--port", "0", "--host", "1.2.3.4"), ("--port",)],
 )
 def test_it_says_and_ends_what_llama_server_does(shim: Path, docs_model: Path, options: tuple[str, ...]):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    before = ("-m", str(docs_model), "--no-warmup", "--port", "0")
+    before = ("-m", str(docs_model), "--no-warmup")
 
     def ended(program: Path) -> subprocess.CompletedProcess[bytes]:
         argv = [str(program), *before, *options]
