@@ -111,7 +111,7 @@ class ServerSession:
     when_store
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
-        Called each time `ready` has ended.
+        Called each time `ready` has ended, and when a store was opened later.
     when_lost
         Called if the server has not answered a request.
     """
@@ -237,9 +237,11 @@ class ServerSession:
             self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, store.identity))
 
     async def _open_again(self) -> None:
-        """Open the store that could not be opened before: its location may be there by now."""
+        """Open the store that could not be opened before: its location may be there by now. If it is, say so."""
         try:
             await self._open()
+            if self.store is not None:
+                self.when_ready()
         except PrefixStoreError as error:
             log.warning("the store cannot be used: %s", error)
 

@@ -696,12 +696,13 @@ def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch
 
 
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
-    opened: list[float] = []
+    opened, told = list[float](), list[bool]()
 
     class Ready(ServerSession):
         async def _open(self) -> None:
             self._last_opened = asyncio.get_running_loop().time()
             opened.append(self._last_opened)
+            self.store = Store() if len(opened) == 2 else None  # type: ignore[assignment]
 
         async def _ask_props(self) -> None:
             """It says nothing about itself."""
@@ -709,7 +710,7 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
     async def scene() -> None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        session.is_ready = True
+        session.is_ready, session.when_ready = True, lambda: told.append(True)
         await session._open()
         for seconds in (3600.0, 0.0):
             monkeypatch.setattr("prefixstore.server.server_session.REOPEN_SECONDS", seconds)
@@ -718,4 +719,4 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
             await asyncio.sleep(0)
 
     asyncio.run(scene())
-    assert len(opened) == 2
+    assert (len(opened), len(told)) == (2, 1)
