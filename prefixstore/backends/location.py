@@ -135,18 +135,28 @@ def require_plain_password(text: str) -> None:
 def path_of(text: str) -> str:
     """The path in a location that is a path or a URL with nothing but a path.
 
+    That in a URL for SQLite is not unquoted, and relative unless it begins with a fourth slash.
+
     Raises `InvalidParameterError` for a URL that is not valid or has options, `LocationError` for one without a path.
     """
     if not is_url(text):
         return text
+    shown = f"location={without_password(text)!r}"
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(text, allow_fragments=scheme_of(text) != "sqlite")
     except ValueError as error:
-        raise InvalidParameterError(f"location={without_password(text)!r} is not a valid URL: {error}") from None
+        raise InvalidParameterError(f"{shown} is not a valid URL: {error}") from None
     if parts.query or parts.fragment:
-        raise InvalidParameterError(
-            f"location={without_password(text)!r}: options in the URL are not supported; pass them as parameters"
-        )
+        raise InvalidParameterError(f"{shown}: options in the URL are not supported; pass them as parameters")
+    if scheme_of(text) == "sqlite":
+        if parts.scheme not in ("sqlite", "sqlite+pysqlite"):
+            raise InvalidParameterError(f"{shown}: unknown driver; pass sqlite:////path")
+        if "://" not in text or parts.netloc or parts.path in ("", "/", "/:memory:"):
+            raise InvalidParameterError(
+                f'{shown} names no file; pass "sqlite:////absolute/path.db" or "sqlite:///relative.db"; for a store in '
+                'memory pass "memory:"'
+            )
+        return parts.path[1:]
     path = unquote(parts.netloc + parts.path)
     if not path:
         raise LocationError(f'location={text!r} has no path; pass for example "{parts.scheme}:///var/cache/kv"')

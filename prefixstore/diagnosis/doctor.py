@@ -111,7 +111,7 @@ def _location(
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds, None if it cannot be opened; adds its names of models."""
     found = [_found("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
-    path = _path(text)
+    path = Path(path_of(text)) if scheme_of(text) in ("lmdb", "sqlite") else None
     if path is not None:
         found.append(_file_system(path))
     try:
@@ -198,20 +198,6 @@ def _versions() -> Finding:
 
 
 # -- the place --------------------------------------------------------------------------------------------------------
-
-
-def _path(text: str) -> Path | None:
-    """The files of a location; None for a server."""
-    scheme = scheme_of(text)
-    if scheme == "lmdb":
-        return Path(path_of(text))
-    if scheme == "sqlite":
-        try:
-            from prefixstore.backends.sql.sqlite import path_of_url  # noqa: PLC0415 - the extra "sql"
-        except ImportError:
-            return None  # opening it says which extra is missing
-        return path_of_url(text)
-    return None
 
 
 def _file_system(path: Path) -> Finding:

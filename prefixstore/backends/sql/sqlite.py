@@ -21,20 +21,19 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import absolute, make_directory, publish, sync_path
 from prefixstore.backends.forks import HandleLock, register_at_fork
-from prefixstore.backends.location import without_password
+from prefixstore.backends.location import path_of
 from prefixstore.backends.sql import migrations
-from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, parse_url, sql_error
+from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, sql_error
 from prefixstore.backends.sql.sqlite_rows import COSTS, PAGE_BYTES, SQLiteView, write_to_sqlite
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
     CorruptError,
     IncompatibleError,
-    InvalidParameterError,
     LocationError,
     UnavailableError,
 )
 
-__all__ = ["SQLite", "path_of_url"]
+__all__ = ["SQLite"]
 
 # a writer waits for others, a completion that reads does not
 BUSY_SECONDS = 60.0
@@ -59,7 +58,7 @@ class SQLite(Database):
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
-        self.path = path_of_url(location)
+        self.path = absolute(path_of(location))
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
@@ -270,24 +269,6 @@ class SQLite(Database):
 def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
     """Set how long the statements of a connection wait for locks."""
     driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
-
-
-def path_of_url(location: str) -> Path:
-    """The file that a SQLite URL names.
-
-    Raises `InvalidParameterError` if it does not name a file, or has options.
-    """
-    url = parse_url(location)
-    if url.drivername not in ("sqlite", "sqlite+pysqlite"):
-        raise InvalidParameterError(f"location={without_password(location)!r}: unknown driver; pass sqlite:////path")
-    if "?" in location:
-        raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
-    if url.host or not url.database or url.database == ":memory:":
-        raise InvalidParameterError(
-            f'location={without_password(location)!r} names no file; pass "sqlite:////absolute/path.db" or '
-            '"sqlite:///relative.db"; for a store in memory pass "memory:"'
-        )
-    return absolute(url.database)
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
