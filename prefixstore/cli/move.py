@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from prefixstore.backends.encryption_keys import Keys, provider_of
-from prefixstore.backends.location import path_of, scheme_of, without_password
+from prefixstore.backends.files import local_path
+from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import chosen_namespaces
@@ -175,7 +176,8 @@ def _is_same(archive: Archive, target: str, key: str | None) -> bool:
 
 def _resolved(location: str) -> str:
     """A location, or the file behind it, whatever it is called."""
-    return os.path.realpath(path_of(location)) if scheme_of(location) in ("lmdb", "sqlite") else location
+    path = local_path(location)
+    return location if path is None else os.path.realpath(path)
 
 
 def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> Result:

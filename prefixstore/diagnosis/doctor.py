@@ -17,8 +17,10 @@ from pathlib import Path
 from time import perf_counter
 
 from prefixstore.backends import is_persistent
-from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
-from prefixstore.config import Config, explain_settings
+from prefixstore.backends.files import local_path
+from prefixstore.backends.location import is_url, text_of, without_password
+from prefixstore.config import Config
+from prefixstore.config import explain as explain_settings
 from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
@@ -111,7 +113,7 @@ def _location(
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds, None if it cannot be opened; adds its names of models."""
     found = [_found("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
-    path = Path(path_of(text)) if scheme_of(text) in ("lmdb", "sqlite") else None
+    path = local_path(text)
     if path is not None:
         found.append(_file_system(path))
     try:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from prefixstore.backends.location import path_of, scheme_of, text_of
+from prefixstore.backends.files import local_path
+from prefixstore.backends.location import text_of
 from prefixstore.errors import (
     ContextError,
     CorruptError,
@@ -77,9 +78,9 @@ def _moved_aside(location: Locations) -> Path | None:
     """Move the files of a location, the nearer one of two, and return where they are; None if that cannot be done."""
     try:
         text = text_of(locations_of(location)[0])
-        if scheme_of(text) not in ("lmdb", "sqlite"):
+        if (path := local_path(text)) is None:
             return None
-        path, aside = Path(path_of(text)), f"damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside = f"damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         is_directory = path.is_dir()
         files = [path / name for name in LMDB_FILES] if is_directory else [Path(f"{path}{end}") for end in SQLITE_FILES]
         place = path / aside if is_directory else path.with_name(f"{path.name}.{aside}")

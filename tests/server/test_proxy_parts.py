@@ -723,11 +723,13 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
     assert len(opened) == 2
 
 
-def test_a_damaged_sqlite_file_is_moved_aside_also_if_its_url_is_relative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("url", ["sqlite:///kv.db", "sqlite:///~/kv.db"])
+def test_a_damaged_file_is_moved_aside_however_its_location_is_written(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    url, file = "sqlite:///kv.db", tmp_path / "kv.db"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "kv.db"
 
     def use() -> None:
         opened(url, OnDamage.ASIDE, lambda: open_backend(url, max_bytes=1 << 20)).close()
