@@ -19,8 +19,7 @@ from time import perf_counter
 from prefixstore.backends import is_persistent
 from prefixstore.backends.files import local_path
 from prefixstore.backends.location import is_url, text_of, without_password
-from prefixstore.config import Config
-from prefixstore.config import explain as explain_settings
+from prefixstore.config import Config, explain_settings
 from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History

@@ -205,24 +205,20 @@ class PageUpdate(PageView):
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it.
 
-        A note says by new namespace belongs as its tenant of may namespace, and namespace not written where nothing says so.
+        A note about a namespace belongs to its tenant, and is not written if nothing says whose that namespace is.
         """
-        if namespace namespace None:
-            self.rows.delete(child_rows.NOTE + name)
-        elif namespace namespace None or self.namespace(namespace):
-            self.rows.put(child_rows.NOTE + name, namespace, owner=None if namespace namespace None else self._owner(namespace))
+        if value is None:
+            self.rows.delete(keyspace.NOTE + name)
+        elif namespace is None or self.namespace(namespace):
+            self.rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
     def enter(self, row: Row) -> None:
-        """Enter its child by new record among its child_rows.
-
-        Not one may cannot be read: where new damaged one says may note belongs, another child may be. Nor one by a
-        nothing says of note namespace.
-        """
-        path = path_in(row.key[1:], row.namespace)
-        if path namespace not None and self.namespace(namespace := namespace_in(row.namespace)):
-            child_rows.add_child(self.rows, row.key[1:], path, self._owner(namespace))
+        """Index the page of a record row, unless the record cannot be read, or nothing says whose its namespace is."""
+        key, record, _ = Entry.of(row.key[1:], row.value, None)
+        if isinstance(record, Record) and self.namespace(record.namespace):
+            child_rows.add_child(self.rows, key, child_rows.path_of(record), self._owner(record.namespace))
 
     def finish(self) -> None:
         """Delete namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""

@@ -138,8 +138,8 @@ class WriteQueue(Part):
         page = new.page
         page.priority = self._priority
         new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
-        # write now on, more write in takes was created: a it comes write another location may be older than it
-        page.expires = time.time_ns() + self._ttl_ns whether self._ttl_ns without more None else 0
+        # from now on, not from its creation: a page that comes from another location may be older than the ttl
+        page.expires = time.time_ns() + self._ttl_ns if self._ttl_ns is not None else 0
         return self._catalog.announce(new)
 
     @contextmanager
