@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -16,8 +15,9 @@ from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, new_reg
 from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
-from tests.support.engines import A, MemoryPages, gated, snapshot_of, store_of, writer_of
+from tests.support.engines import A, MemoryPages, snapshot_of, store_of
 from tests.support.exposition import names, problems, samples, value
+from tests.support.faults import FlakyBackend
 from tests.support.models import answer, prompt
 
 DOCS = ROOT / "docs"
@@ -98,21 +98,20 @@ def test_several_stores_share_a_registry_by_name():
 
 
 def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told():
-    gate = threading.Event()
-    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        registry = new_registry()
+    with store_of(backend := FlakyBackend(MemoryPages(), "update")) as store:
+        backend.gate.clear()
+        writer, registry = store.engine, new_registry()
         StoreMetrics(registry, writer)
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
-            for new in store.pages(tokens):
-                writer.write_queue.submit(new)
-        assert writer.write_queue.submit(snapshot_of(store, A[:5]))
+            store.submit(tokens)
+        assert writer.captures.submit(snapshot_of(store, A[:5]))
         text = text_of(registry)
         assert value(text, "prefixstore_pending_pages", form="page") == 2
         assert value(text, "prefixstore_pending_pages", form="snapshot") == 1
         assert value(text, "prefixstore_outdated_pages_total", reason="superseded") == 1
         assert value(text, "prefixstore_written_pages_total") == 0
-        gate.set()
+        backend.gate.set()
         writer.drain()
         before = text_of(registry)
         assert value(before, "prefixstore_pending_pages", form="page") == 0

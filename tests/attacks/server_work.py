@@ -7,8 +7,7 @@ from contextlib import closing, contextmanager, suppress
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, A, B, P, Store
+from tests.support.engines import MIB, A, B, Store
 
 __all__ = ["WORK", "is_intact", "lookup", "stored", "tried"]
 
@@ -53,6 +52,6 @@ def _check(store: Store) -> None:
 WORK: dict[str, Callable[[Store], object]] = {
     "look up": lambda store: lookup(store, A),
     "put": tried(lambda store: store.put(B)),
-    "pin": tried(lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)),
+    "pin": tried(lambda store: store.pin(A)),
     "check": tried(_check),
 }

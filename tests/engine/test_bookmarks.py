@@ -33,14 +33,9 @@ def bookmark_of(tokens, set_at=1, form=PAGE):
     return Bookmark(keys[-1] if keys else NS, rest, len(tokens), form, 0, set_at)
 
 
-def put(store, tokens):
-    for page in store.pages(tokens):
-        store.engine.write_queue.submit(page)
-
-
 def test_a_bookmark_gives_its_sequence(store):
     for tokens in (A, [*A, 5, 6], [7, 8]):
-        put(store, tokens)
+        store.submit(tokens)
         store.engine.write_queue.set_bookmark(NS, str(len(tokens)), bookmark_of(tokens))
     for _ in range(2):
         for mark in store.engine.bookmarks.read(NS).values():
@@ -58,17 +53,17 @@ def test_a_bookmark_gives_its_sequence(store):
 
 
 def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
-    put(store, [*A, 5])
+    store.submit([*A, 5])
     store.engine.write_queue.set_bookmark(NS, "a", bookmark_of([*A, 5]))
     store.engine.flush()
-    put(store, [*A, 5, 6, 7, 8])
+    store.submit([*A, 5, 6, 7, 8])
     store.engine.flush()
     assert store.engine.bookmarks.tokens(NS, store.engine.bookmarks.read(NS)["a"]).tolist() == [*A, 5]
 
 
 def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_BOOKMARKS", 5)
-    put(store, A)
+    store.submit(A)
     for i in range(12):
         store.engine.write_queue.set_bookmark(NS, str(i), bookmark_of(A, i))
         if i % 3 == 0:
@@ -83,7 +78,7 @@ def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
     store = Store(MemoryPages(), max_bytes=max_bytes)
     sequences = [[i] * 9 for i in range(2 * max_bytes // 3000)]
     for i, tokens in enumerate(sequences):
-        put(store, tokens)
+        store.submit(tokens)
         store.engine.write_queue.set_bookmark(NS, f"{i:500}", bookmark_of(tokens, i))
         if i % 8 == 0:
             store.engine.flush()
@@ -104,7 +99,7 @@ def delete(store, tokens):
 
 def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):
     for tokens in (A, B):
-        put(store, tokens)
+        store.submit(tokens)
     store.engine.write_queue.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
     update, n_calls = store.backend.update, count()
@@ -120,7 +115,7 @@ def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_ti
 
 
 def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):
-    put(store, A)
+    store.submit(A)
     store.engine.flush()
     store.engine.upkeep.clear(NS)
     store.engine.write_queue.set_bookmark(NS, "a", bookmark_of(A))

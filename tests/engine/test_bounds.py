@@ -11,9 +11,8 @@ import pytest
 
 from prefixstore.engine import eviction as eviction_module
 from prefixstore.engine.page import Page
-from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import NS, A, MemoryPages, P, Store, entry
+from tests.support.engines import A, MemoryPages, P, Store, entry
 from tests.support.faults import Seam
 
 
@@ -60,7 +59,7 @@ def test_an_eviction_does_not_look_at_pinned_pages(steps):
         with closing(Store(Counted(MemoryPages()), max_entries=n_pinned + 5)) as store:
             for number in range(n_pinned):
                 store.put([1000 + number] * P, 1)
-                store.engine.upkeep.pin(NS, as_tokens([1000 + number] * P), P, pinned=True)
+                store.pin([1000 + number] * P)
             for number in range(6):
                 store.put([number] * P, 1)
             found = during(steps, store, lambda: [store.put([10 + number] * P, 1) for number in range(5)])
@@ -152,7 +151,7 @@ def test_damaged_pages_are_deleted_and_repairs_are_made_some_at_a_time():
     with closing(Store(Counted(MemoryPages()))) as store:
         store.put(tokens, 1)
         store.put([9] * P)
-        store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1])
+        store.engine.condemn(store.path(tokens).pages[1])
         scans, left = store.backend.calls["scan"], n_pages + 1
         while store.engine.write_queue.has_deferred:
             store.engine.commit([])
@@ -167,7 +166,7 @@ def test_damaged_pages_are_deleted_and_repairs_are_made_some_at_a_time():
         deleter = store.engine.deleter
         for repair in (deleter.repair, lambda _: deleter.delete_strays()):
             store.put(tokens, 1)
-            first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
+            first = store.path(tokens).pages[0]
             with store.backend.inner.update() as transaction:
                 transaction.delete(first.key)
             found = store.engine.upkeep.check()

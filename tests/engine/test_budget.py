@@ -5,45 +5,24 @@ from contextlib import closing
 import pytest
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.units import parse_seconds
-from tests.support.engines import MIB, NS, MemoryPages, Store
+from tests.support.engines import MIB, MemoryPages, P, Store
 from tests.support.newer import make_newer
 
-P = 4  # tokens per page
 SIZE = 10_000  # bytes of a page
 PAGE = SIZE + 4 * P  # as a quota counts it
 
 
-def tenant(salt, model="m"):
-    return Namespace({"salt": salt, "model": model})
+def tenant(backend, salt, *, max_bytes=64 * MIB, quota=None, **options):
+    """One process of a tenant: an engine of its own on a shared backend."""
+    space = Namespace({"salt": salt, "model": "m"})
+    return Store(backend, max_bytes, quota=quota, namespace=space.key, settings=space.canonical, options=options)
 
 
-class Tenant(Store):
-    """One process of a tenant: its namespace, and an engine of its own on a shared backend."""
-
-    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, **terms):
-        self.namespace = namespace
-        super().__init__(backend, max_bytes, quota=quota, settings=namespace.canonical, options=terms)
-
-    def put(self, tokens, size=SIZE):
-        """Store the pages of a sequence that are missing; how many are stored now."""
-        self.match(tokens)
-        return super().put(tokens, size, namespace=self.namespace.key)
-
-    def match(self, tokens):
-        return super().match(tokens, namespace=self.namespace.key)
-
-    def use(self, tokens):
-        path = self.engine.match(self.namespace.key, as_tokens(tokens), P)
-        self.engine.touch(self.namespace.key, path.pages)
-        self.engine.commit([])
-        return path.n_tokens
-
-    def held(self):
-        """How many of the sequences [0]*4 to [999]*4 are stored."""
-        return sum(self.match([i] * P) == P for i in range(1000))
+def held(store):
+    """How many of the sequences [0]*4 to [999]*4 are stored."""
+    return sum(store.match([i] * P) == P for i in range(1000))
 
 
 @pytest.fixture
@@ -56,13 +35,13 @@ def backend():
 
 
 def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
-    quiet = Tenant(backend, tenant("quiet"), quota=10 * PAGE)
-    loud = Tenant(backend, tenant("loud"), quota=10 * PAGE)
+    quiet = tenant(backend, "quiet", quota=10 * PAGE)
+    loud = tenant(backend, "loud", quota=10 * PAGE)
     for i in range(5):
-        quiet.put([i] * P)
+        quiet.put([i] * P, SIZE)
     for i in range(100):
-        loud.put([i] * P)
-    assert (quiet.held(), loud.held()) == (5, 10)
+        loud.put([i] * P, SIZE)
+    assert (held(quiet), held(loud)) == (5, 10)
     assert loud.counters["evictions"] == 90
     assert loud.engine.upkeep.check() == []
 
@@ -70,29 +49,29 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
 def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
     # otherwise the oldest pages would be evicted: those of the quiet tenant
     max_bytes = 12 * (PAGE + 1000)
-    quiet = Tenant(backend, tenant("quiet"), max_bytes=max_bytes, quota=10 * PAGE)
-    loud = Tenant(backend, tenant("loud"), max_bytes=max_bytes, quota=10 * PAGE)
+    quiet = tenant(backend, "quiet", max_bytes=max_bytes, quota=10 * PAGE)
+    loud = tenant(backend, "loud", max_bytes=max_bytes, quota=10 * PAGE)
     for i in range(6):
-        quiet.put([i] * P)
+        quiet.put([i] * P, SIZE)
     for i in range(100):
-        loud.put([i] * P)
-    assert quiet.held() == 6
-    assert loud.held() >= 5
+        loud.put([i] * P, SIZE)
+    assert held(quiet) == 6
+    assert held(loud) >= 5
 
 
 def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
-    store = Tenant(backend, tenant("one"), max_bytes=20 * (PAGE + 1300))
+    store = tenant(backend, "one", max_bytes=20 * (PAGE + 1300))
     for i in range(18):
-        store.put([i] * P)
+        store.put([i] * P, SIZE)
     for i in range(9):
-        store.engine.upkeep.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
+        store.pin([i] * P)
     assert store.put([100] * P, 13 * SIZE) == 0
     assert store.counters.group("dropped") == {"budget": 1}
-    assert store.held() == 18
+    assert held(store) == 18
     assert store.counters["evictions"] == 0
     # one that fits if all that can be is evicted
     assert store.put([101] * P, 12 * SIZE) == 1
-    assert store.held() == 10
+    assert held(store) == 10
 
 
 # -- expiry ------------------------------------------------------------------------------------------------------------
@@ -115,13 +94,14 @@ def test_an_invalid_duration_is_named_in_the_error(ttl):
 
 
 def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
-    Tenant(backend, tenant("a"), ttl=60, priority=-3).put([1] * P)
+    tenant(backend, "a", ttl=60, priority=-3).put([1] * P, SIZE)
     with backend.view() as view:
         ((key, _, usage),) = view.scan()
     assert (usage.priority, usage.expires) == (-3, clock[0] + 60 * 10**9)
-    reader = Tenant(backend, tenant("a"))
-    reader.use([1] * P)
-    reader.engine.upkeep.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)
+    reader = tenant(backend, "a")
+    reader.fetch([1] * P)
+    reader.engine.commit([])
+    reader.pin([1] * P)
     with backend.view() as view:
         assert view.usage(key).priority == -3
         assert view.usage(key).expires == usage.expires
@@ -136,8 +116,8 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
             store.put([1] * P + [10 + number] * P)
         store.put([1] * P + [10] * P + [11] * P)
         if pinned:
-            store.engine.upkeep.pin(NS, as_tokens([1] * P + [10] * P + [11] * P), P, pinned=True)
-        root = store.engine.match(NS, as_tokens([1] * P), P).pages[0]
+            store.pin([1] * P + [10] * P + [11] * P)
+        root = store.path([1] * P).pages[0]
         make_newer(backend, root.key)
         store.match([1] * P)
         # what lookups find goes first, as long as there is any

@@ -58,8 +58,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
     engine.upkeep.change_note(b"name", lambda old: b"value")
     for write_behind in (True, False):
         store = watch.open(options={"write_behind": write_behind})
-        for new in store.pages(A):
-            assert store.engine.write_queue.submit(new)
+        assert store.submit(A) == 3
         store.engine.flush()
         assert len(store.stored_keys()) == 3
     # the watch sees what it looks for
@@ -75,9 +74,9 @@ def test_space_is_made_without_the_lock(watch, clock):
     assert store.counters["evictions"] >= 4
     # uses and pins, which another engine would respect
     store.fetch(C)
-    assert engine.upkeep.pin(NS, as_tokens(C), P, pinned=True) == 12
+    assert store.pin(C) == 12
     assert store.put(A) < 3
-    assert engine.upkeep.pin_page(engine.match(NS, as_tokens(C), P).pages[0], pinned=False) == 3
+    assert engine.upkeep.pin_page(store.path(C).pages[0], pinned=False) == 3
     # expiry
     clock[0] += 61 * 10**9
     assert store.match(C) == 0

@@ -27,7 +27,7 @@ def used_in_the_future(store, number, ahead=YEAR):
 
 
 def use(store, number):
-    store.engine.touch(NS, store.engine.match(NS, as_tokens(first_page(number)), P).pages)
+    store.engine.touch(NS, store.path(first_page(number)).pages)
     store.engine.commit([])
 
 
@@ -44,7 +44,7 @@ def test_a_use_in_the_future_does_not_make_all_later_uses_equal(reopen, clock):
         for number in (2, 0, 1):
             clock[0] += 10**9
             use(store, number)
-        latest = store.engine.match(NS, as_tokens(first_page(1)), P).pages[0].last_used
+        latest = store.path(first_page(1)).pages[0].last_used
         assert latest <= clock[0] + CLOCK_SLACK
         clock[0] += 10**9
         store.put(first_page(7))

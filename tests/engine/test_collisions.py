@@ -74,7 +74,7 @@ def test_a_page_that_was_replaced_after_it_was_found_is_not_restored(tmp_path):
     with two_stores(tmp_path) as (one, two):
         one.put(MINE)
         two.match(MINE)
-        path = one.engine.match(NS, as_tokens(MINE), P)
+        path = one.path(MINE)
         record, payload = record_of(two, MINE)
         with two.backend.update() as transaction:
             theirs = replace(record, tokens=as_tokens(THEIRS).tobytes())

@@ -42,15 +42,15 @@ def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception()
 def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
     with store_of() as store:
         batch = store.announce(A)
-        path = store.engine.match(NS, as_tokens(A), P)
+        path = store.path(A)
         with store.engine.fetching(path.pages) as states:
             first = next(states)
             assert store.engine.commit(batch) == 3
             for new in batch:
                 new.buffer.release()
-            assert store.buffers.in_use == 0
+            assert store.engine.queued_bytes == 0
             # no one gets this memory yet
-            other = store.buffers.acquire(1000)
+            other = store.engine.write_queue.acquire(1000)
             other.view[:] = bytes(1000)
             assert bytes(first) == state_of(path.pages[0].key)
             assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[1:]]

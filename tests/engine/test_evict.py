@@ -26,11 +26,10 @@ def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, p
     url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     rng = np.random.default_rng(1)
     sequences = [[1, 2, 3, 4, *rng.integers(0, 3, 12).tolist()] for _ in range(30)]
-    with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
+    with store_of(open_pages(url, max_bytes=64 * MIB), policy=policy) as store:
         for i, tokens in enumerate(sequences):
             fill(store.backend, PAGES, [tokens], last_used=i + 1, size=20_000)
         engine = store.engine
-        engine._policy = engine._catalog.policy = POLICIES[policy]()
         before = contents(store.backend)
         used = engine.upkeep.used()[0]
         tried = engine.evictor.evict(used.bytes // 2, dry_run=True)
@@ -57,7 +56,7 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
     with store_of() as store:
         for tokens in (A, B, C):
             store.put(tokens)
-        store.engine.upkeep.pin(NS, as_tokens(B), P, pinned=True)
+        store.pin(B)
         for dry_run in (True, False):
             evicted = store.engine.evictor.evict(0, dry_run=dry_run)
             assert len(evicted.pages) == 6

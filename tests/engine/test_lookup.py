@@ -6,11 +6,9 @@ import pytest
 
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from tests.support.engines import (
     MIB,
-    NS,
     A,
     MemoryPages,
     P,
@@ -74,7 +72,7 @@ def test_a_page_that_is_damaged_after_it_was_read_is_a_miss_until_it_is_stored_a
     tokens = list(range(12))
     with two_stores(tmp_path / "kv") as (mine, other):
         mine.put(tokens)
-        key = mine.engine.match(NS, as_tokens(tokens), P).pages[1].key
+        key = mine.path(tokens).pages[1].key
         other.engine.upkeep.clear(None)
         other.put(tokens)
         with other.backend.update() as transaction:

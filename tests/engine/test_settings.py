@@ -30,7 +30,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, clock):
         elif how == "evicted":
             store.engine.evictor.evict(0)
         elif how == "damaged":
-            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0])
+            store.engine.condemn(store.path(A).pages[0])
             store.engine.commit([])
         elif how == "repaired":
             with store.backend.update() as transaction:

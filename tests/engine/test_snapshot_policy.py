@@ -32,7 +32,7 @@ def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
     tokens = list(range(60))
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
-        assert store.engine.upkeep.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
+        assert store.pin(tokens[:17]) == 17
         assert store.engine.write_queue.thin(NS, as_tokens(tokens), P, 2, 8) == 3
         assert store.engine.write_queue.has_deferred
         store.engine.commit([])

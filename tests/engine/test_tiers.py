@@ -1,7 +1,6 @@
 """A location in front of another one: who gives which page, what is kept, what is passed on, and what a loss costs."""
 
 import os
-import threading
 import time
 from contextlib import closing, contextmanager, suppress
 
@@ -15,21 +14,10 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.keys import as_tokens, page_keys
+from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from tests.support import PATIENCE, in_fork, keys_of
-from tests.support.engines import (
-    MIB,
-    A,
-    C,
-    MemoryPages,
-    P,
-    PendingPage,
-    Store,
-    gated,
-    state_of,
-    wait_for,
-)
+from tests.support.engines import MIB, A, C, MemoryPages, P, Store, state_of, wait_for
 from tests.support.faults import FlakyBackend, Until
 from tests.support.places import KEY, place
 
@@ -42,68 +30,28 @@ class Tiers(Store):
 
     def __init__(self, near: Pages, far: Pages, **options):
         self.far_backend = far
-        super().__init__(near, settings=SPACE.canonical, options=options)
+        super().__init__(near, namespace=SPACE.key, settings=SPACE.canonical, options=options)
 
-    def open(
-        self, *, max_delay=None, near_bytes=64 * MIB, far_bytes=64 * MIB, queue_bytes=MIB, far_encoder="raw", **options
-    ):
-        self.counters = Counters()
+    def open(self, *, max_delay=None, near_bytes=64 * MIB, queue_bytes=MIB, **options):
+        self.counters, lru = Counters(), POLICIES["lru"]
+        options["queue_bytes"] = queue_bytes
 
         def make_far(near):
-            return FarEngine(
-                self.far_backend,
-                Budget(far_bytes),
-                POLICIES["lru"](),
-                Encoder(far_encoder),
-                Counters(),
-                nearer=near,
-                queue_bytes=queue_bytes,
-                **options,
-            )
+            far = self.far_backend, Budget(64 * MIB), lru(), Encoder("raw"), Counters()
+            return FarEngine(*far, nearer=near, **options)
 
-        self.engine = TieredEngine(
-            self.backend,
-            Budget(near_bytes),
-            POLICIES["lru"](),
-            Encoder("raw"),
-            self.counters,
-            make_far=make_far,
-            max_delay=max_delay,
-            queue_bytes=queue_bytes,
-            **options,
-        )
+        near = self.backend, Budget(near_bytes), lru(), Encoder("raw"), self.counters
+        self.engine = TieredEngine(*near, make_far=make_far, max_delay=max_delay, **options)
         self.engine.describe(SPACE)
 
-    def pages(self, tokens, size=1000, **options):
-        return super().pages(tokens, size, namespace=SPACE.key, **options)
-
-    def match(self, tokens, **options):
-        return super().match(tokens, namespace=SPACE.key, **options)
-
-    def capture(self, tokens, size=1000):
+    def capture(self, tokens):
         """Store a sequence as a completion does; the number of pages that were wanted."""
         self.match(tokens)
-        n, tokens = 0, as_tokens(tokens)
-        parents = [SPACE.key, *page_keys(SPACE.key, tokens, P)]
-        for start, end in self.engine.lookups.missing(SPACE.key, tokens, P, tail=True):
-            buffer = self.engine.write_queue.acquire(size, wait=True)
-            piece = tokens[start:end].tobytes()
-            new = PendingPage.of(SPACE.key, self.settings, parents[start // P], start, piece, buffer)
-            buffer.view[:] = self.state_of(new.page.key, size)
-            n += len(self.engine.write_queue.submit(new))
-        return n
+        return self.submit(tokens)
 
     def restore(self, tokens, **options):
         """Restore as a completion does; how many pages."""
-        path = self.engine.match(SPACE.key, as_tokens(tokens), P)
-        loaded = []
-        with self.engine.fetching(path.pages, streamed=True, **options) as states:
-            for page, state in zip(path.pages, states, strict=False):
-                if bytes(state) == self.state_of(page.key, len(state)):
-                    loaded.append(page)
-            assert states.verified() == len(loaded)
-        self.engine.touch(SPACE.key, loaded, len(tokens))
-        return len(loaded)
+        return self.fetch(tokens, streamed=True, **options)
 
     @property
     def far(self):
@@ -119,7 +67,7 @@ def test_neither_location_is_closed_in_the_block_of_a_restore():
         store.capture(A)
         store.engine.flush()
         with closing(Tiers(MemoryPages(), store.far_backend)) as other:
-            path = other.engine.match(SPACE.key, as_tokens(A), P)
+            path = other.path(A)
             assert all(page.is_far for page in path.pages)
             with other.engine.fetching(path.pages) as states:
                 with pytest.raises(MisuseError, match="leave it first"):
@@ -177,18 +125,16 @@ def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_kee
 
 
 def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_one():
-    gate = threading.Event()
-    gate.set()
-    near, far = MemoryPages(), gated(MemoryPages, gate)()
+    near, far = MemoryPages(), FlakyBackend(MemoryPages(), "update")
     with tiers(near, far, queue_bytes=10_000) as store:
-        gate.clear()
+        far.gate.clear()
         sequences = [[100 * i + j for j in range(P)] for i in range(1, 31)]
         for tokens in sequences:
             assert store.capture(tokens) == 1
         wait_for(lambda: len(keys_of(near)) == 30, "the near location has all")
         assert store.far.queued_bytes <= 10_000
         assert store.far.counters["dropped:queue_full"] > 10
-        gate.set()
+        far.gate.set()
         store.engine.flush()
         assert store.far.queued_bytes == 0
         # what was dropped is made up for when it goes on
@@ -277,7 +223,7 @@ def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
         one.engine.flush()
         other.capture(LONG[: 4 * P])
         other.engine.drain()
-        path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+        path = other.path(LONG)
         assert path.n_tokens == len(LONG)
         far.fails = True
         with other.engine.fetching(path.pages, streamed=True) as states:
@@ -308,7 +254,7 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
     with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
         one.capture(LONG)
         one.engine.flush()
-        path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+        path = other.path(LONG)
         far.gate.clear()
         n_asked = far.asked.total()
         with suppress(KeyboardInterrupt), other.engine.fetching(path.pages):
@@ -346,7 +292,7 @@ def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):
         store.capture(LONG)
         store.engine.flush()
         with near.update() as transaction:
-            victim = store.engine.match(SPACE.key, as_tokens(LONG), P).pages[5].key
+            victim = store.path(LONG).pages[5].key
             record, usage = transaction.record(victim), transaction.usage(victim)
             transaction.put(victim, record, usage, bytes(record.stored_bytes))
         assert store.restore(LONG) == 5
@@ -364,7 +310,7 @@ def test_clear_pin_and_check_are_about_both_locations():
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
-        assert store.engine.upkeep.pin(SPACE.key, as_tokens(LONG), P, pinned=True) == len(LONG)
+        assert store.pin(LONG) == len(LONG)
         with far.view() as view:
             assert all(view.usage(key).pinned for key in keys_of(far))
         victim = next(iter(keys_of(far)))
@@ -421,7 +367,7 @@ def test_a_restore_from_the_far_location_does_not_wait_for_a_near_one_that_hangs
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far) as other:
-            path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+            path = other.path(LONG)
             near.gate.clear()
             n_asked = near.asked.copy()
             with other.engine.fetching(path.pages, streamed=True) as states:

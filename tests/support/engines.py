@@ -11,13 +11,14 @@ import numpy as np
 
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.backends.memory import COSTS, MemoryBackend
-from prefixstore.buffers import BufferPool
 from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.page import Path
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.policy import Policy
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
@@ -54,7 +55,7 @@ def compressible(key: bytes, size: int = 1000) -> bytes:
 
 @dataclass
 class Store:
-    """An engine, and what a test does with it."""
+    """An engine, and what a test does with it, in one namespace if it names no other."""
 
     backend: Any
     max_bytes: int = 64 * MIB
@@ -62,25 +63,27 @@ class Store:
     state_of: Callable[[bytes, int], bytes] = state_of
     codec: str = "raw"
     quota: int | None = None
+    policy: str | Policy = "lru"
+    namespace: bytes = NS
     settings: bytes = b'{"n":1}'
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self.open(**self.options)
-        self.buffers = BufferPool(1 << 30)
 
     def open(self, **options):
         """A new engine on the backend."""
         self.counters = Counters()
         budget = Budget(self.max_bytes, self.max_entries, self.quota)
-        self.engine = Engine(self.backend, budget, POLICIES["lru"](), Encoder(self.codec), self.counters, **options)
+        policy = POLICIES[self.policy]() if isinstance(self.policy, str) else self.policy
+        self.engine = Engine(self.backend, budget, policy, Encoder(self.codec), self.counters, **options)
 
-    def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
+    def pages(self, tokens, size=1000, *, namespace=None) -> list[PendingPage]:
         """The pages of a sequence that are worth capturing, the tail included."""
-        tokens, news = as_tokens(tokens), []
+        tokens, news, namespace = as_tokens(tokens), [], namespace or self.namespace
         parents = [namespace, *page_keys(namespace, tokens, P)]
         for start, end in self.engine.lookups.missing(namespace, tokens, P, tail=True):
-            buffer = self.buffers.acquire(size)
+            buffer = self.engine.write_queue.acquire(size, wait=True)
             piece = tokens[start:end].tobytes()
             news.append(PendingPage.of(namespace, self.settings, parents[start // P], start, piece, buffer))
             buffer.view[:] = self.state_of(news[-1].page.key, size)
@@ -89,32 +92,42 @@ class Store:
     def announce(self, tokens, size=1000, **options) -> list[PendingPage]:
         return [new for new in self.pages(tokens, size, **options) if self.engine.write_queue.announce(new)]
 
+    def submit(self, tokens, size=1000) -> int:
+        """Capture a sequence, whose pages are written in the background; how many were taken."""
+        return sum(len(self.engine.write_queue.submit(new)) for new in self.pages(tokens, size))
+
     def put(self, tokens, size=1000, **options) -> int:
         """Store what is missing of a sequence; how many pages of it were written."""
-        self.engine.match(NS, as_tokens(tokens), P)
+        self.match(tokens, **options)
         batch = self.announce(tokens, size, **options)
         stored = self.engine.commit(batch)
         for new in batch:
             new.buffer.release()
         return stored
 
-    def match(self, tokens, *, namespace=NS) -> int:
-        return self.engine.match(namespace, as_tokens(tokens), P).n_tokens
+    def path(self, tokens, *, namespace=None) -> Path:
+        return self.engine.match(namespace or self.namespace, as_tokens(tokens), P)
+
+    def match(self, tokens, **options) -> int:
+        return self.path(tokens, **options).n_tokens
 
     def match_snapshot(self, tokens, limit=None, multiple_of=1) -> int:
         limit = len(tokens) if limit is None else limit
-        return self.engine.match_snapshot(NS, as_tokens(tokens), P, limit, multiple_of).n_tokens
+        return self.engine.match_snapshot(self.namespace, as_tokens(tokens), P, limit, multiple_of).n_tokens
 
     def fetch(self, tokens, **options) -> int:
-        """Restore a prompt, verify the bytes, record the use; how many pages were restored."""
-        path = self.engine.match(NS, as_tokens(tokens), P)
-        loaded = []
+        """Restore a prompt, compare what was verified, record the use; how many pages were restored."""
+        path = self.path(tokens)
         with self.engine.fetching(path.pages, **options) as states:
-            for page, state in zip(path.pages, states, strict=False):
-                assert bytes(state) == self.state_of(page.key, len(state))
-                loaded.append(page)
-        self.engine.touch(NS, loaded)
+            found = [bytes(state) for state in states]
+            del found[states.verified() :]
+        loaded = path.pages[: len(found)]
+        assert found == [self.state_of(page.key, len(state)) for page, state in zip(loaded, found, strict=True)]
+        self.engine.touch(self.namespace, loaded)
         return len(loaded)
+
+    def pin(self, tokens, *, pinned=True) -> int:
+        return self.engine.upkeep.pin(self.namespace, as_tokens(tokens), P, pinned=pinned)
 
     def stored_keys(self) -> set[bytes]:
         return keys_of(self.backend)
@@ -148,24 +161,11 @@ def two_stores(path, **options):
         yield one, two
 
 
-@contextmanager
-def writer_of(store, queue_bytes=MIB, *, read_only=False):
-    """Replace the engine of a store by one with these options, whose captures end with the block."""
-    store.open(queue_bytes=queue_bytes, read_only=read_only)
-    store.buffers = store.engine.write_queue._buffers
-    try:
-        yield store.engine
-    finally:
-        store.engine.write_queue.close()
-        if not read_only:
-            store.engine.sync()
-
-
 def snapshot_of(store, tokens, size=100) -> PendingPage:
     """A snapshot after these tokens, as captured just now."""
     keys = [NS, *page_keys(NS, as_tokens(tokens), P)]
     start = (len(keys) - 1) * P
-    buffer = store.buffers.acquire(size)
+    buffer = store.engine.write_queue.acquire(size)
     raw = as_tokens(tokens[start:]).tobytes()
     new = PendingPage.of(NS, store.settings, keys[-1], start, raw, buffer, 0, SNAPSHOT)
     buffer.view[:] = state_of(new.page.key, size)
@@ -177,19 +177,6 @@ def put_snapshots(store, tokens, positions) -> int:
     store.put(tokens[: len(tokens) - len(tokens) % P], 0)
     news = [snapshot_of(store, tokens[:n]) for n in positions]
     return store.engine.commit([new for new in news if store.engine.write_queue.announce(new)])
-
-
-def gated(kind, gate):
-    """A kind of backend whose transactions wait for an event."""
-
-    class Gated(kind):
-        @contextmanager
-        def update(self):
-            gate.wait(120)
-            with super().update() as transaction:
-                yield transaction
-
-    return Gated
 
 
 def entry(n_tokens=P, size=1000):

@@ -154,10 +154,10 @@ class FlakyBackend(_Remote):
         Lets the time pass that a slow operation takes; a test may have a clock of its own.
     """
 
-    def __init__(self, backend: Pages) -> None:
+    def __init__(self, backend: Pages, *slow: Operation) -> None:
         super().__init__(backend)
         self.seconds = 0.0
-        self.slow: tuple[Operation, ...] = ("view", "payload", "record", "update", "put", "delete", "sync")
+        self.slow: tuple[Operation, ...] = slow or ("view", "payload", "record", "update", "put", "delete", "sync")
         self.fails = False
         self.gate = threading.Event()
         self.gate.set()
