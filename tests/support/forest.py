@@ -15,45 +15,20 @@ from tests.support.pages import make_page
 
 PAGE_TOKENS = 256
 HOUR, DAY = 3600, 86_400
-SYSTEM = (
-    "You are a careful assistant of a company that sells bicycles. Answer from the handbook, and say so if it is ",
-    "You are a coding agent. You have these tools: read_file(path), write_file(path, text), run(command). ",
-    "Translate what the user writes into plain English. Keep names, numbers and the order of the sentences. ",
-)
+CAREFUL = "You are a careful assistant of a company that sells bicycles. Answer from the handbook, and say so if it is "
+CODING = "You are a coding agent. You have these tools: read_file(path), write_file(path, text), run(command). "
+PLAIN = "Translate what the user writes into plain English. Keep names, numbers and the order of the sentences. "
 QUESTIONS = (
     "How do I return a bicycle that I bought in June?",
     "My brakes squeal when it rains. What should I do?",
-    "Which size of frame do I need? I am 178 cm tall.",
     "Can you cancel my order number 20418, please?",
     "What is the warranty for an electric motor?",
-    "Where can I try the touring bike near Bremen?",
-    "Is the child seat compatible with a belt drive?",
-    "Write a friendly answer to this complaint:",
-    "Summarise the last five reviews of the trailer.",
     "Do you ship spare wheels to Norway?",
 )
-TASKS = (
-    "Fix the failing test of the parser",
-    "Add a --json option to the list command",
-    "Why does the import take ten seconds? Find out",
-    "Rename the class Turnstile to HandleLock",
-    "Write docs for the new configuration file",
-    "Upgrade to version 3 of the HTTP library",
-    "Here is a traceback. What is wrong?",
-    "Make the queue survive a restart",
-    "Review the last commit, and be strict",
-    "Port the build to the new container image",
-    "Explain how the cache decides what to evict",
-    "Find the memory leak in the uploader",
-    "Delete everything that is not used any more",
-    "Translate the messages into German",
-)
-OPENINGS = ("", "I asked twice already.", "Thank you!", "It is urgent,", "My name is Ola.")
-TITLES = ("Handbook", "Invoice", "Parts list", "Minutes", "Price list", "Manual", "Contract", "Letter")
+TASKS = ("Fix the failing test of the parser", "Add a --json option to the list command", "Review the last commit")
 FILLER = (
     "The chain is cleaned with a dry cloth and oiled every three hundred kilometres, sooner after rain. ",
     "An order can be cancelled until it leaves the warehouse, which is usually the next working day. ",
-    "Torque for the stem bolts is five newton metres; carbon parts need assembly paste and a good wrench. ",
     "The battery lasts about eighty kilometres in summer, and less when it is cold or the wind is strong. ",
 )
 
@@ -123,66 +98,45 @@ class Life:
         self.tokenize = tokenize
         self.random = random.Random(7)
 
-    def text(self, n: int) -> list[int]:
-        found: list[int] = []
+    def text(self, beginning: str, n: int) -> list[int]:
+        found = self.tokenize(beginning)
         while len(found) < n:
             found += self.tokenize(self.random.choice(FILLER))
         return found[:n]
 
-    def uses(self) -> int:
-        return int(self.random.paretovariate(0.9)) - 1
-
-    def idle(self) -> float:
-        return min(self.random.expovariate(1 / (4 * DAY)), 80 * DAY)
-
-    def beginning(self, text: str, n: int, idle: float, age: float) -> tuple[Tree, Tree]:
-        """What many prompts begin with, in whole pages."""
-        tokens = self.tokenize(text)
-        return chain(tokens + self.text(n - len(tokens)), 0, idle, age)
-
-    def talk(self, beginning: str, n: int, turns: int, hits: int, idle: float) -> Tree:
+    def talk(self, beginning: str, turns: int) -> Tree:
         """A conversation: what follows is used less often."""
-        tokens = self.tokenize(beginning) + self.text(n)
-        first, last = chain(tokens, hits, idle, idle + self.random.random() * 20 * DAY)
-        for turn in range(turns):
-            more = self.text(self.random.randrange(200, 900))
-            part, end = chain(more, max(hits - turn, 0), idle, idle + self.random.random() * 3 * DAY)
-            last.children.append(part)
-            last = end
+        hits, idle = int(self.random.paretovariate(0.9)), min(self.random.expovariate(1 / (4 * DAY)), 80 * DAY)
+        first = last = None
+        for turn in range(turns + 1):
+            tokens = self.text(beginning if turn == 0 else "", self.random.randrange(200, 900))
+            part, end = chain(tokens, max(hits - turn, 0), idle, idle + self.random.random() * 20 * DAY)
+            if last is not None:
+                last.children.append(part)
+            first, last = first or part, end
+        assert first is not None
         return first
 
-    def chats(self) -> list[Tree]:
-        found = []
-        for text, n, users in ((SYSTEM[0], 1536, 34), (SYSTEM[2], 512, 12)):
-            root, last = self.beginning(text, n, HOUR / 3, 60 * DAY)
-            root.pinned = last.pinned = text == SYSTEM[0]
-            for i in range(users):
-                question = f"{QUESTIONS[i % len(QUESTIONS)]} {OPENINGS[i // len(QUESTIONS)]} "
-                size, turns = self.random.randrange(60, 500), self.random.randrange(4)
-                last.children.append(self.talk(question, size, turns, self.uses(), self.idle()))
-            found.append(root)
-        return found
-
-    def agents(self, sessions: int, first: int) -> list[Tree]:
-        root, last = self.beginning(SYSTEM[1], 3072, HOUR, 40 * DAY)
-        for i in range(first, first + sessions):
-            task = f"{TASKS[i % len(TASKS)]}. "
-            last.children.append(self.talk(task, 700, self.random.randrange(3, 14), self.uses() + 1, self.idle()))
-        return [root]
-
-    def documents(self, n: int) -> list[Tree]:
-        titles = (f"{TITLES[i % len(TITLES)]} {i + 1}: " for i in range(n))
-        size = self.random.randrange
-        return [self.talk(title, size(300, 1800), 0, self.uses() // 2, 3 * self.idle()) for title in titles]
+    def talks(self, system: str, n_tokens: int, beginnings: Sequence[str], n: int, turns: int) -> Tree:
+        """What many prompts begin with, in whole pages, and what follows it."""
+        root, last = chain(self.text(system, n_tokens), 0, HOUR, 60 * DAY)
+        root.pinned = last.pinned = system == CAREFUL
+        for i in range(n):
+            number = f" ({i // len(beginnings) + 1})" if i >= len(beginnings) else ""
+            last.children.append(self.talk(f"{beginnings[i % len(beginnings)]}{number} ", self.random.randrange(turns)))
+        return root
 
 
 def lived_in(backend: Pages, tokenize: Tokenize, now: float | None = None) -> int:
     """Chats, agents and documents of two models and two tenants: some 1,000 pages, always the same ones."""
     life = Life(tokenize)
-    n = put(backend, space("assistant-8B"), life.chats(), size=65_536, now=now)
-    n += put(backend, space("coder-32B", salt="tools"), life.agents(14, 0), size=98_304, now=now)
-    n += put(backend, space("coder-32B", salt="research"), life.agents(8, 5), size=98_304, now=now)
-    return n + put(backend, space("assistant-8B", types=1), life.documents(60), size=131_072, now=now)
+    chats = [life.talks(CAREFUL, 1536, QUESTIONS, 34, 4), life.talks(PLAIN, 512, QUESTIONS, 5, 4)]
+    n = put(backend, space("assistant-8B"), chats, size=65_536, now=now)
+    for tenant, sessions in (("tools", 14), ("research", 8)):
+        agents = life.talks(CODING, 3072, TASKS, sessions, 14)
+        n += put(backend, space("coder-32B", salt=tenant), [agents], size=98_304, now=now)
+    documents = [life.talk(f"Document {i + 1}: ", 0) for i in range(60)]
+    return n + put(backend, space("assistant-8B", types=1), documents, size=131_072, now=now)
 
 
 def wide(backend: Pages, n: int, *, seed: int = 1) -> int:
