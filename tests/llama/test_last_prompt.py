@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from prefixstore import UnavailableError
+from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
@@ -45,22 +46,22 @@ def test_each_prompt_leaves_one_record(llama, store, arch):
     assert store.last_of(llm) == store.last
 
 
-def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store, monkeypatch):
-    llm, tokens = attached(store, llama()), prompt(300)
-    answer(llm, tokens, 1)
-    forget(llm)
+def unavailable(*_):
+    raise UnavailableError("gone")
+
+
+@pytest.mark.parametrize(("fault", "miss"), [(lambda *_: 1 / 0, "error"), (unavailable, "unavailable")])
+def test_a_location_that_fails_and_a_fault_of_the_store_are_counted_reasons_and_reach_no_completion(
+    llama, store, monkeypatch, caplog, fault, miss
+):
+    llm, tokens = attached(store, llama()), prompt(700)
     with monkeypatch.context() as patched:
-        patched.setattr(type(store.engine), "match", lambda *_: 1 / 0)
-        answer(llm, tokens, 1)
-    assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "error", 300)
+        patched.setattr(PagedMemory, "take", lambda *_: 1 / 0)
+        patched.setattr(type(store.engine), "match", fault)
+        assert answer(llm, tokens, 6) == answer(llama(), tokens, 6)
+    assert (store.last.source, store.last.miss, store.last.computed) == ("cold", miss, 700)
+    assert store.stats().misses == {miss: 1}
+    assert store.stats().dropped["error"] >= 1
+    assert "division by zero" in caplog.text
     answer(llm, tokens, 1)
     assert store.last.miss is None
-    forget(llm)
-    with monkeypatch.context() as patched:
-
-        def unavailable(*_, **__):
-            raise UnavailableError("gone")
-
-        patched.setattr(type(store.engine), "match", unavailable)
-        answer(llm, tokens, 1)
-    assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "unavailable", 300)

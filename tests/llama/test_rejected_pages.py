@@ -130,6 +130,27 @@ def test_a_page_that_llama_cpp_refuses_after_copying_rows_leaves_none_of_them(vi
             assert victim.run(case, live) == []
 
 
+@pytest.mark.parametrize("write_behind", [True, False])
+def test_a_page_that_llama_cpp_refuses_ends_the_restore_with_what_is_there(llama, monkeypatch, write_behind):
+    llm, tokens = llama(), prompt(700)
+    cold = answer(llm, tokens, 6)
+    forget(llm)
+    with PrefixStore("memory:", llm, write_behind=write_behind) as store:
+        if write_behind:
+            # pages that wait to be written need no check
+            monkeypatch.setattr(store.engine.captures, "_commit", lambda batch: None)
+        llm.set_cache(store)
+        answer(llm, tokens, 1)
+        real, loads = llama_cpp.llama_state_seq_set_data, []
+        monkeypatch.setattr(
+            llama_cpp, "llama_state_seq_set_data", lambda *args: loads.append(1) or (len(loads) != 2 and real(*args))
+        )
+        llm.reset()
+        assert answer(llm, tokens, 6) == cold
+        assert store.stats().unreadable == {"refused": 1}
+        assert store.stats().tokens_restored == 256
+
+
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
