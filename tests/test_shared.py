@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefixstore import PrefixStore
+from tests.support import in_fork
 from tests.support.models import answer, load, prompt
-from tests.support.worker import in_fork
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question

@@ -16,6 +16,7 @@ from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import FORMAT_VERSION
+from tests.support import in_fork
 from tests.support.rows import delete
 from tests.support.sql_rows import (
     MIB,
@@ -26,7 +27,6 @@ from tests.support.sql_rows import (
     row,
     statements,
 )
-from tests.support.worker import in_fork
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -12,9 +12,8 @@ import pytest
 from prefixstore.backends.lmdb import checked
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError
-from tests.support import keys_of
+from tests.support import in_fork, keys_of
 from tests.support.places import MIB, fill, opened, refusal, space
-from tests.support.worker import in_fork
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can act as other users")
 ME, OTHER, GROUP = 12_345, 12_346, 12_347

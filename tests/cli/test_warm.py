@@ -11,12 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
+from prefixstore.cli.app import app
 from prefixstore.cli.warm import prepare
 from prefixstore.config import Config
 from tests.support import ROOT
 from tests.support.models import load, prompt
 from tests.support.signals import default_signals
-from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
+from tests.support.warming import shared_prompts, unique_tokens, write_jsonl
 
 PROMPTS = shared_prompts(24)
 UNIQUE = unique_tokens(PROMPTS)

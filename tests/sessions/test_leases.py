@@ -16,9 +16,8 @@ from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Table
 from tests.sessions.conftest import SMALL
 from tests.sessions.test_sessions import turn
-from tests.support import outcome
+from tests.support import in_fork, outcome
 from tests.support.models import answer, forget, prompt
-from tests.support.worker import in_fork
 
 
 def held(sessions, name):

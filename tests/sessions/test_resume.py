@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,8 @@ from prefixstore.engine.delete import Choice
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import KINDS, OPTIONS, SMALL
-from tests.support import ROOT
+from tests.support import python
 from tests.support.models import answer, forget, prompt
-from tests.support.worker import command
 
 
 def turn(sessions, name, tokens, n=6):
@@ -28,22 +26,41 @@ def note_of(store):
         return view.note(bookmarks_note(store.namespace.key))
 
 
+# a turn in each session, made durable, and their tokens printed; then more turns, until the process is killed
+CONVERSE = """
+import itertools, json, sys
+from prefixstore import PrefixStore
+from tests.support.models import load, prompt
+from tests.support.timeouts import disable_timeouts
+
+def complete(name, tokens, n):
+    with sessions.admit(name) as session:
+        session.create_completion(tokens, max_tokens=n, temperature=0)
+        return session.tokens.tolist()
+
+disable_timeouts()
+model, location, given = sys.argv[1:]
+given = json.loads(given)
+llm = load(model, **given["options"])
+store = PrefixStore(location, llm, **given["store"])
+sessions = store.sessions()
+held = {name: complete(name, tokens, 5) for name, tokens in given["turns"].items()}
+store.flush()
+print(json.dumps(held), flush=True)
+for i in itertools.count():
+    complete(f"later {i % 5}", prompt(40, seed=i), 2)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store, models, tmp_path):
     arch, options = KINDS[kind]
     turns = {"alice": prompt(100), "bob": prompt(64, seed=1)}
-    arguments = {"model": str(models(arch)), "location": str(tmp_path / "kv"), "turns": turns}
-    process = subprocess.Popen(
-        command("converse_until_killed", **arguments, options=SMALL | options, store=OPTIONS),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    held = json.loads(process.stdout.readline())
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    given = {"turns": turns, "options": SMALL | options, "store": OPTIONS}
+    with python(CONVERSE, models(arch), tmp_path / "kv", json.dumps(given)) as process:
+        held = json.loads(process.stdout.readline())
+        process.kill()
     llm, alone = (llama(arch, **SMALL, **options) for _ in range(2))
     store = open_store(llm)
     sessions = store.sessions()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from prefixstore.counters import Kind
 from prefixstore.errors import MisuseError
 from prefixstore.llama.hook import Hook
 from prefixstore.warming.job import estimate, warm
-from tests.support import ROOT
+from tests.support import python
 from tests.support.models import answer, logits, prompt
-from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
+from tests.support.warming import shared_prompts, unique_tokens, write_jsonl
 
 PROMPTS = shared_prompts(32)
 UNIQUE = unique_tokens(PROMPTS)
@@ -255,11 +254,34 @@ def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
 # -- two jobs ---------------------------------------------------------------------------------------------------------
 
 
-def start(models, tmp_path, prompts=PROMPTS, scheme="lmdb", **more):
+# one that tells of each batch, and may wait for a line before it begins
+JOB = """
+import json, sys, time
+from pathlib import Path
+from prefixstore import PrefixStore
+from prefixstore.warming.job import warm
+from tests.support.models import load
+from tests.support.timeouts import disable_timeouts
+
+def show(progress):
+    print(json.dumps({"phase": progress.phase, "evaluated": progress.evaluated_tokens}), flush=True)
+    time.sleep(float(pause))
+
+disable_timeouts()
+model, location, prompts, pause, waits = sys.argv[1:]
+llm = load(model, n_batch=64)
+if waits == "True":
+    print(json.dumps({"phase": "loaded"}), flush=True)
+    sys.stdin.readline()
+with PrefixStore(location, llm, max_delay=None) as store:
+    report = warm(llm, store, [Path(prompts)], progress=show)
+print(json.dumps({"phase": "end", "evaluated": report.evaluated_tokens, "unstored": report.unstored}), flush=True)
+"""
+
+
+def start(models, tmp_path, prompts=PROMPTS, scheme="lmdb", *, pause, waits=False):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in prompts])
-    location = location_in(tmp_path, scheme)
-    command = job_command(model=str(models("llama")), location=location, prompts=str(file), **more)
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return python(JOB, models("llama"), location_in(tmp_path, scheme), file, pause, waits)
 
 
 def start_two(*arguments, **more):
