@@ -110,7 +110,7 @@ def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplica
 # what does not work without a package, the extra that has it, and our modules that may have imported it
 MISSING = {
     "llama_cpp": (lambda: PrefixStore("memory:", llm=object()), "llama", "prefixstore.llama"),
-    "llama_cpp, in the demo": (demo.run, "llama", "-"),
+    "llama_cpp, in the demo": (demo.run_demo, "llama", "-"),
     "gguf": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
     "tokenizers": (lambda: models.write_model(Path("m.gguf"), models.TINY["llama"]), "demo", "-"),
     "tomllib": (lambda: load_config(ROOT / "mkdocs.yml"), "cli", "-"),
