@@ -29,6 +29,7 @@ DOCUMENTS = [ROOT / "README.md", *(DOCS / page for page in PAGES)]
 HOW_TO = sorted((DOCS / "howto").glob("*.md"))
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (prefixstore .*)$", re.MULTILINE)
+NAMES = "|".join(typer.main.get_command(app).commands)
 
 
 def blocks(text, *languages):
@@ -82,7 +83,7 @@ def test_what_is_written_as_python_json_or_toml_is_that(document, tmp_path):
 
 def commands_in(text):
     """The lines with a command of prefixstore, without what a shell does with them."""
-    lines = INDENTED.findall(text)
+    lines = INDENTED.findall(text) + re.findall(rf"`(prefixstore (?:{NAMES})\b[^`]*)`", text)
     for _, code in blocks(text, "", "console", "ini", "yaml"):
         joined = re.sub(r"\\\n\s*", "", code)
         lines += re.findall(r"(?:^|\$ |=|/)(prefixstore [\w-].*)$", joined, re.MULTILINE)
@@ -136,9 +137,9 @@ def test_the_commands_of_the_runbook_run(tmp_path, models):
     run(["sh", "-c", "prefixstore init --model model.gguf --store kv --n-ctx 2048"], work, environment)
     (page, *_) = json.loads(run(["sh", "-c", "prefixstore tree kv --json"], work, environment))
     runbook = (DOCS / "operations.md").read_text().split("\n## Runbook\n", 1)[1].split("\n## ", 1)[0]
-    lines = [*INDENTED.findall(runbook), *re.findall(r"`(prefixstore [^`]* LOCATION[^`]*)`", runbook)]
+    lines = [*INDENTED.findall(runbook), *re.findall(r"`(prefixstore [^`]* STORE[^`]*)`", runbook)]
     assert len(lines) > 15
-    named = {"LOCATION": "kv", "HASH": page["page"], "TENANT": "tenant-7"}
+    named = {"STORE": "kv", "HASH": page["page"], "TENANT": "tenant-7"}
     named |= {"--namespace HASH": f"--namespace {page['namespace']}"}
     places = re.compile("|".join(sorted(named, key=len, reverse=True)))
     shutil.move(work / "kv", work / "kept")

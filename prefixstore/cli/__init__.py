@@ -1,4 +1,4 @@
-"""The command line: ``prefixstore COMMAND LOCATION``, with the extra "cli"."""
+"""The command line: ``prefixstore COMMAND STORE``, with the extra "cli"."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ app = typer.Typer(
     name="prefixstore",
     cls=_Group,
     help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python and llama-server. "
-    "LOCATION is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
+    "STORE is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
     "user's cache directory. PREFIXSTORE_KEY=file:PATH has the keys of an encrypted one (see key).\n\n"
     "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "

@@ -167,15 +167,15 @@ def _default_location(given: dict[str, Any], config: Path | None, settings: Conf
         given["far"] = given["far"] or further[0]
     elif further:
         far = without_password(further[0])
-        say(f"note: this is about {without_password(nearest)} alone; for {far}, pass that as LOCATION")
+        say(f"note: this is about {without_password(nearest)} alone; for {far}, pass that as STORE")
     is_named = config is not None and str(config) != os.environ.get(options.CONFIG_VARIABLE)
     if "target" in given and config is None and ENVIRONMENT not in os.environ:
         # the one argument may as well have been meant as the source
         only = without_password(given["target"])
-        raise InvalidParameterError(f"only {only} is given; pass LOCATION TARGET, or --config, or set {ENVIRONMENT}")
+        raise InvalidParameterError(f"only {only} is given; pass STORE TARGET, or --config, or set {ENVIRONMENT}")
     # whether it deletes pages, and would ask on a terminal
     deletes = given.get("yes") is False and "out" not in given and given.get("repair", True) and not given["dry_run"]
     if deletes and not is_named and not has_terminal():
         # a variable of a script that is not set must not delete what is in the default location
-        raise InvalidParameterError(f"no LOCATION is given; pass one, or --yes for {without_password(nearest)}")
+        raise InvalidParameterError(f"no STORE is given; pass one, or --yes for {without_password(nearest)}")
     return nearest

@@ -104,7 +104,7 @@ def explain(
 def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:
     if [prompt, prompt_file, messages].count(None) != 2:
         raise InvalidParameterError(
-            "pass one prompt: PROMPT as text, after LOCATION, which comes first; --prompt-file FILE; or --messages FILE"
+            "pass one prompt: PROMPT as text, after STORE, which comes first; --prompt-file FILE; or --messages FILE"
         )
     if prompt is not None:
         return prompt

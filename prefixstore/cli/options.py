@@ -17,20 +17,17 @@ __all__ = ["CONFIG_VARIABLE", "max_bytes_of", "server_key", "with_help"]
 CONFIG_VARIABLE = "PREFIXSTORE_CONFIG"
 # the second is llama-server's own
 SERVER_KEYS = ("PREFIXSTORE_SERVER_KEY", "LLAMA_API_KEY")
-# what stands for a location that is left out
+# what stands for a store that is left out
 OTHERWISE = "by default PREFIXSTORE_LOCATION, then that of --config, then ~/.cache/prefixstore/kv."
-ANY_LOCATION = f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}"
+ANY_STORE = f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}"
 
 # By the name of the parameter, in one command or module if that comes before it: the metavar, and the help. A flag has
 # no metavar.
 HELP = {
     # what many commands have
-    "location": ("LOCATION", ANY_LOCATION),
-    "serve.location": ("STORE", ANY_LOCATION),
-    "source": ("LOCATION", ANY_LOCATION),
-    "slots.store": ("STORE", ANY_LOCATION),
-    "store": ("LOCATION", "lmdb:///path, sqlite:////path, …; a second one is the far location."),
-    "target": ("TARGET", "Another location; it is created if it does not exist."),
+    **dict.fromkeys(("location", "source", "slots.store", "shim.store"), ("STORE", ANY_STORE)),
+    "store": ("STORE", "lmdb:///path, sqlite:////path, …; a second one is the far location."),
+    "target": ("TARGET", "Another store; it is created if it does not exist."),
     "digits": ("HASH", "The key of a page, or its first digits."),
     "as_json": ("", "Print one JSON document to stdout."),
     "limit": ("N", "Show at most N."),
@@ -43,7 +40,7 @@ HELP = {
     "prompt_file": ("FILE", "The text of the prompt; - is stdin."),
     "messages": ("FILE", 'A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.'),
     "dry_run": ("", "Show what would be done without changing anything."),
-    "yes": ("", "Do not ask. Scripts are never asked, and need --yes only to delete without LOCATION or --config."),
+    "yes": ("", "Do not ask. Scripts are never asked, and need --yes only to delete without STORE or --config."),
     **{f"{name}.yes": ("", "Replace a file without asking.") for name in ("init", "export", "report")},
     # which pages
     "namespace": ("NAME", "Only pages of one namespace: its label, or the first digits of its key."),
@@ -82,7 +79,7 @@ HELP = {
     "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
     "pin": ("", "Keep the prompts from eviction."),
     "warm.dry_run": ("", "Show what would be computed without storing anything."),
-    "far": ("LOCATION", "A far location, shared with other machines, such as s3://…"),
+    "far": ("STORE", "A far location, shared with other machines, such as s3://…"),
     "far_max_bytes": ("SIZE", "Size limit of the far location; by default that of the store."),
     "serve.command": ("[-- llama-server ...]", "The llama-server to start; with --model, options of llama_cpp.server."),
     "serve.model": ("FILE", "Serve this model with llama-cpp-python's server, without llama-server."),
@@ -90,7 +87,6 @@ HELP = {
     "port": ("N", "Port to listen on; 0: any that is free."),
     "server": ("URL", "URL of the server: http://127.0.0.1:8080."),
     "directory": ("DIR", "Where the program is written, which must not have one of this name."),
-    "shim.store": ("STORE", ANY_LOCATION),
     "llama_server": ("FILE", "The llama-server to start; by default the one on the PATH."),
     "slots_dir": ("DIR", "The server's --slot-save-path."),
     "api_key": ("KEY", f"Key of the server; by default {SERVER_KEYS[0]} in the environment."),
@@ -127,7 +123,7 @@ HELP = {
     "add.tenant": ("TENANT", "Add the key of one tenant, without which what it stores cannot be read."),
     "tenant": ("TENANT", "The name of the tenant, as tenants lists it."),
     # move
-    "from_key": ("KEY", "file:PATH of the keys of LOCATION; none: not encrypted. By default PREFIXSTORE_KEY."),
+    "from_key": ("KEY", "file:PATH of the keys of STORE; none: not encrypted. By default PREFIXSTORE_KEY."),
     "import.from_key": ("KEY", "file:PATH of the keys of FILE; by default PREFIXSTORE_KEY."),
     "to_key": ("KEY", "The same for TARGET."),
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),

@@ -125,7 +125,7 @@ def test_of_two_locations_in_a_config_commands_take_the_nearer_one_and_say_so(tm
     for name, *arguments in (("stats",), ("ls",), ("top",), ("check",), ("copy", tmp_path / "other"), ("clear",)):
         code, out, err = run(name, *arguments, "--config", config)
         assert (code, near in out) == (0, True), (name, err)
-        assert f"note: this is about {tmp_path}/near alone; for {tmp_path}/far, pass that as LOCATION" in err
+        assert f"note: this is about {tmp_path}/near alone; for {tmp_path}/far, pass that as STORE" in err
     assert (n_pages(near), n_pages(far) > 0) == (0, True)
     served = []
     monkeypatch.setattr(
@@ -221,7 +221,7 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
     before = n_pages(store)
     for command in (["purge", "--everything"], ["evict", "--to", "1B"], ["clear"]):
         code, _, err = run(*command)
-        assert (code, f"no LOCATION is given; pass one, or --yes for {store}" in err) == (2, True)
+        assert (code, f"no STORE is given; pass one, or --yes for {store}" in err) == (2, True)
         assert run(*command, "--dry-run")[0] in (0, 1)
     assert n_pages(store) == before
     # nor does a variable that names a file name the location

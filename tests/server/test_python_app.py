@@ -287,7 +287,7 @@ def test_the_command_serves_from_the_locations_it_is_given(
     arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[object] = []
-    monkeypatch.setattr(module, "run", lambda location, *_, **__: seen.append(location))
+    monkeypatch.setattr(module, "run_python_server", lambda location, *_, **__: seen.append(location))
     monkeypatch.chdir(tmp_path)
     Path("m.gguf").write_bytes(b"GGUF")
     Path("two.toml").write_text(

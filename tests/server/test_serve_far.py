@@ -1,4 +1,4 @@
-"""`prefixstore serve STORE --far LOCATION`, with a real server: hosts with a location each, one behind them."""
+"""`prefixstore serve STORE --far STORE`, with a real server: hosts with a location each, one behind them."""
 
 from __future__ import annotations
 
