@@ -22,7 +22,7 @@ from prefixstore.maintenance.holdings import Holding, in_all, keys_in, namespace
 from prefixstore.models.file import model_title, setting_text
 from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
-from prefixstore.units import counted
+from prefixstore.units import counted, format_seconds
 
 __all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants"]
 
@@ -160,7 +160,8 @@ def show(location: str, digits: str, *, model: Path | None = None) -> Result:
         }
         shown = {"location": archive.location, **named, **facts}
         keys = {name: ", ".join(key[:SHORT] for key in one) for name, one in facts.items() if isinstance(one, list)}
-        shown |= keys | {"damage": damage or "none: its bytes are intact"}
+        shown |= keys | {"compute_us": "", "damage": damage or "none: its bytes are intact"}
+        shown["computed in"] = format_seconds(int(row["compute_us"]) / 1e6)
         texts = {name.replace("_", " "): in_words(name, value) for name, value in shown.items()}
         return Result(facts, {name: text for name, text in texts.items() if text}, FAILED if damage else DONE)
 
@@ -219,7 +220,7 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
             listed(OF_TENANTS, map(operator.or_, facts, more))
         n_tenants = sum(one["tenant"] is not None for one in facts)
         purge = f"prefixstore purge {shlex.quote(where)}"
-        tell(f"{counted(n_tenants, 'tenant')}; {purge} --salt TENANT deletes one")
+        tell(f"{counted(n_tenants, 'tenant')}{f'; {purge} --salt TENANT deletes one' if n_tenants else ''}")
         for one in found.get(None, ()):
             tell(f"{purge} --namespace {one.key.hex()[:16]} deletes what is (shared)")
         if n_unknown:

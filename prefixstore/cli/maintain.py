@@ -286,8 +286,8 @@ def purge(
     for confirmation.
 
     Exit code 1: the pages are deleted but could not be overwritten, since another process is still reading them (run
-    it again); there is no tenant with this name; there are pages whose tenant is unknown, or that a newer version has
-    written; or the answer was no.
+    it again); there is no such tenant, or no page with this prefix; there are pages whose tenant is unknown, or that a
+    newer version has written; or the answer was no.
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """

@@ -80,9 +80,8 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
         part = None
         sync_path(target.absolute().parent)
     except OSError as error:
-        raise InvalidParameterError(
-            f"{path} cannot be written: {error.strerror or error}; choose another place"
-        ) from error
+        advice = f"{'delete it, or ' if isinstance(error, FileExistsError) else ''}choose another place"
+        raise InvalidParameterError(f"{path} cannot be written: {error.strerror or error}; {advice}") from error
     finally:
         if part is not None:
             part.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, USAGE, Record, StoredPage, Usage, checksum
+from prefixstore.units import counted
 
 __all__ = ["ExportReader", "ExportWriter"]
 
@@ -155,5 +156,6 @@ class ExportReader:
             pieces.append(self._file.read(min(left, READ_AT_ONCE)))
         found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
         if len(found) < n_bytes:
-            raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
+            n_pages = counted(self.pages, "page")
+            raise CorruptError(f"{self._name}: truncated after {n_pages}; import again when it is complete")
         return found

@@ -14,6 +14,7 @@ from prefixstore.format.export import ExportReader, ExportWriter
 from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.format.record import StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
+from prefixstore.units import counted
 
 __all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
@@ -190,6 +191,6 @@ def import_store(reader: ExportReader, target: Archive) -> Moved:
     if damage:
         existed = f", {done.present:,} already existed" if done.present else ""
         raise CorruptError(
-            f"{damage[0]} ({done.pages:,} pages were imported into {target.location}{existed})"
+            f"{damage[0]} (imported into {target.location}: {counted(done.pages, 'page')}{existed})"
         ) from damage[0]
     return done

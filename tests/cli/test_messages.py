@@ -60,6 +60,7 @@ def store(tmp_path_factory):
         (2, "report {store} --out no/f.html", "no/f.html cannot be written: No such file or directory; choose another"),
         (2, f"report {{store}} --out {LONG}", "File name too long"),
         (2, "init no/folder.toml", "cannot be written"),
+        (2, "migrate {store}", "{store} is not a SQL database, and other locations need no migration"),
         (2, "tenants {store} --api-key-file none", "--api-key-file none: No such file"),
         # places that cannot be used
         (3, "stats none", "none does not exist, so there is no store (an LMDB directory) yet; check the path"),

@@ -15,6 +15,7 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from prefixstore.units import counted
 from tests.support.faults import FaultyBackend
 from tests.support.places import SCHEMES, contents, fill, place, space
 
@@ -133,7 +134,7 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
             # the start of the entry after the namespaces is read with them
             with (
                 closing(Pipe(data[:cut])) as file,
-                pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"),
+                pytest.raises(CorruptError, match=f"truncated after {counted(whole, 'page')}; import again"),
             ):
                 import_store(ExportReader(file, "f"), target)
             assert len(contents(target.backend)) == whole

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefixstore.backends import extra_needed
 from prefixstore.backends.contract import Backend
-from prefixstore.backends.location import scheme_of
+from prefixstore.backends.location import scheme_of, without_password
 from prefixstore.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -43,6 +43,6 @@ def require_sql(location: str) -> None:
     """Raise `InvalidParameterError` if a location is not the URL of a known database; needs no extra."""
     if scheme_of(location) not in ("sqlite", "postgres", "postgresql"):
         raise InvalidParameterError(
-            "location is not a SQL database, and other locations need no migration; "
+            f"{without_password(location)} is not a SQL database, and other locations need no migration; "
             'pass "sqlite:////path" or "postgresql+psycopg://user@host/db"'
         )
