@@ -120,6 +120,7 @@ def child_bytes(n_token_bytes: int) -> int:
 def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) -> None:
     """Index a page, whose tenant is `owner`."""
     draft.get(path)  # in one round trip; the draft keeps them
+    other, its_path = None, list[bytes]()
     for i, row in enumerate(path):
         # this may be a page that the step before has moved here
         stored = ChildRow.unpack(draft.get([row])[0])
@@ -127,7 +128,10 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
             return
         found = stored
         if found is not None and not found.has_more:
-            found = _split(draft, found.page or b"", path, i, owner)
+            if found.page != other:
+                # once, however many steps they share
+                other, its_path = found.page, _path_of(draft, found.page or b"")
+            found = _split(draft, found, its_path[i : i + 2], row, owner)
         if found is None or not found.has_more:
             draft.put(row, ChildRow(key).pack(), owner=owner)
             return
@@ -137,15 +141,21 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
             draft.put(row, found.pack(), owner=owner)
 
 
-def _split(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> ChildRow | None:
-    """Move the page that is alone below row `i` one node down, and return the new row; None if it is not stored."""
-    identity = identity_of(draft.get([RECORD + other])[0])
-    its_path = path_of(identity) if identity is not None else []
-    if its_path[: i + 1] != list(path[: i + 1]):
+def _path_of(draft: Update, page: bytes) -> list[bytes]:
+    """The path of a page by its record; empty if that is not there."""
+    record = draft.get([RECORD + page])[0]
+    identity = identity_of(record)
+    return path_of(identity) if identity is not None else []
+
+
+def _split(draft: Update, child: ChildRow, its_path: Sequence[bytes], row: bytes, owner: bytes) -> ChildRow | None:
+    """Move a page that is alone below a row to the next node; what the row says then. None if it is not there."""
+    # the node of a row is a hash of those above it
+    if its_path[:1] != [row]:
         return None
-    if len(its_path) == i + 1:
-        return ChildRow(other, has_more=True)
-    draft.put(its_path[i + 1], ChildRow(other).pack(), owner=owner)
+    if len(its_path) == 1:
+        return ChildRow(child.page, has_more=True)
+    draft.put(its_path[1], child.pack(), owner=owner)
     return ChildRow(None, has_more=True)
 
 
