@@ -56,13 +56,14 @@ def kv(tmp_path, monkeypatch):
     return tmp_path / "kv"
 
 
-def break_leaf(path):
-    """Damage leaves of the trees that are in use, past LMDB."""
+def break_leaf(path, at_byte=16, other=b"\xfe\xff"):
+    """Damage leaves of the trees that are in use, past LMDB: the place of their first node, or other bytes."""
     data = path / "data.mdb"
     raw = bytearray(data.read_bytes())
     for at in range(2 * 4096, len(raw), 4096):
         if raw[at + 10 : at + 12] == b"\2\0":
-            raw[at + 16 : at + 18] = b"\xfe\xff"
+            where = at + (at_byte or int.from_bytes(raw[at + 16 : at + 18], "little"))
+            raw[where : where + len(other)] = other
     with data.open("r+b") as file:
         file.write(raw)
 
@@ -83,10 +84,12 @@ def test_a_file_that_was_closed_is_not_walked_again(kv, monkeypatch):
     assert n_walks(monkeypatch, kv) == 0
 
 
+# also flags of a page, and the size of its first value: LMDB reads that, and goes wrong when it writes
+@pytest.mark.parametrize(("at_byte", "other"), [(16, b"\xfe\xff"), (11, b"\x80"), (0, b"\5")])
 @pytest.mark.parametrize("is_set_back", [False, True])
-def test_a_file_that_something_else_has_changed_is_walked_and_refused(kv, is_set_back):
+def test_a_file_that_something_else_has_changed_is_walked_and_refused(kv, is_set_back, at_byte, other):
     before = (kv / "data.mdb").stat()
-    break_leaf(kv)
+    break_leaf(kv, at_byte, other)
     if is_set_back:
         os.utime(kv / "data.mdb", ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CorruptError, match="and delete data"):
