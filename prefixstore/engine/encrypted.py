@@ -52,8 +52,8 @@ LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
 ROW, PAYLOAD = b"row", b"payload"
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
-# so long at least between two attempts to find a key that is missing
-AGAIN_SECONDS = 10.0
+# so long at least between two attempts to find a key that is missing; the first is made at once
+AGAIN_SECONDS = 1.0
 # so long is waited for a provider while others wait; what it gives later is found later
 PROVIDER_SECONDS = 0.2
 # forged rows may name any number of keys
@@ -260,7 +260,7 @@ class Encrypted:
     def __init__(self, backend: Backend, provider: KeyProvider, keys: Keys, count: Callable[[], object]) -> None:
         self._backend, self._provider, self._count = backend, provider, count
         self.keys = keys
-        self._keys_read_at = time.monotonic()
+        self._keys_read_at = float("-inf")
         # the header that was found last, and what it says; when a view looks again
         self._found: tuple[bytes | None, RowCipher] | None = None
         self._looks_at = 0.0

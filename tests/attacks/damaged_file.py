@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+from prefixstore.backends.lmdb import checked, environment, walk
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.codec import decode
@@ -74,6 +78,42 @@ def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
     return f"{how} at {at}", bytes(bad)
 
 
+def build_small(scheme: str, directory: Path) -> None:
+    """Three small pages, and rows of all kinds."""
+    with closing(open_pages(location(scheme, directory)[0], max_bytes=64 * MIB)) as backend:
+        fill(backend, SETTINGS, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9]], size=40)
+        with backend.update() as transaction:
+            transaction.put_note(b"bookmarks:" + SETTINGS.key, b"names", SETTINGS.key)
+        backend.rows.compact()
+
+
+def flips(data: bytes, step: int) -> Iterator[tuple[str, bytes]]:
+    """The data with one byte flipped: each in turn, or one in `step`; of many zeros in a row one in 61."""
+    many = {at for found in re.finditer(rb"\0{32,}", data) for at in range(*found.span()) if at % 61}
+    for at in sorted(set(range(len(data))) - many)[::step]:
+        yield f"byte {at}", data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+def forked_walks() -> Callable[[Path], None]:
+    """As `checked.require_sound`, in milliseconds: a process that was forked before any store was opened forks."""
+    (asked, ask), (answers, answer) = os.pipe(), os.pipe()
+    if not os.fork():
+        os.close(ask)
+        for line in os.fdopen(asked):
+            reader = os.fork()
+            if not reader:
+                os._exit(bool(walk._main(line.strip())))
+            os.write(answer, b"\1" if os.waitpid(reader, 0)[1] else b"\0")
+        os._exit(0)
+
+    def require_sound(path: Path) -> None:
+        os.write(ask, f"{path.parent}\n".encode())
+        if os.read(answers, 1) != b"\0":
+            raise checked.damaged(path, "a process that has read it says so")
+
+    return require_sound
+
+
 def states(backend: Pages) -> Iterator[tuple[bytes, bytes]]:
     """All states that can be read."""
     with backend.view() as view:
@@ -105,17 +145,14 @@ def use(place: str, good: dict[bytes, bytes]) -> str:
         return type(error).__name__
 
 
-def main(scheme: str, directory: Path, seed: int, cases: int) -> dict[str, int]:
-    """Damage a store in this many ways, and use it each time."""
-    build(scheme, directory)
+def main(scheme: str, directory: Path, damaged: Callable[[bytes], Iterator[tuple[str, bytes]]]) -> dict[str, int]:
+    """Damage a store that was built in many ways, and use it each time."""
     place, file = location(scheme, directory)
     with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
         good = dict(states(backend))
-    data = file.read_bytes()
     outcomes: dict[str, int] = {}
-    for case in range(seed, seed + cases):
-        name, bad = damage(data, random.Random(case))
-        print(f"seed {case}: {name}", flush=True)
+    for n, (name, bad) in enumerate(damaged(file.read_bytes())):
+        print(name, flush=True)
         if scheme == "lmdb":
             shutil.rmtree(file.parent)
             file.parent.mkdir()
@@ -126,10 +163,25 @@ def main(scheme: str, directory: Path, seed: int, cases: int) -> dict[str, int]:
         outcome = use(place, good)
         signal.alarm(0)
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
-        if outcome not in (*ALLOWED, LOST) or outcomes.get(LOST, 0) > (cases // 50 if scheme == "sqlite" else 0):
-            raise SystemExit(f"seed {case}: {name}: {outcome}")
+        if outcome not in (*ALLOWED, LOST) or outcomes.get(LOST, 0) > (1 + n // 50 if scheme == "sqlite" else 0):
+            raise SystemExit(f"{name}: {outcome}")
     return outcomes
 
 
+def at_random(data: bytes, first: int, n: int) -> Iterator[tuple[str, bytes]]:
+    """The data damaged in this many ways."""
+    for seed in range(first, first + n):
+        name, bad = damage(data, random.Random(seed))
+        yield f"seed {seed}: {name}", bad
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
+    scheme, directory, numbers = sys.argv[1], Path(sys.argv[2]), list(map(int, sys.argv[3:]))
+    if len(numbers) == 1:
+        checked.require_sound = environment.require_sound = forked_walks()
+        build_small(scheme, directory)
+        damaged = partial(flips, step=numbers[0])
+    else:
+        build(scheme, directory)
+        damaged = partial(at_random, first=numbers[0], n=numbers[1])
+    print(json.dumps(main(scheme, directory, damaged)))

@@ -1,5 +1,6 @@
 """An encrypted location: what can be read of it without a key, what damage and forgery lead to, and its keys."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from contextlib import closing, suppress
 
 import lmdb
+import numpy as np
 import pytest
 
 from prefixstore import LocationError, PrefixStore
@@ -20,7 +22,8 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError, UndecryptableError
 from prefixstore.format.record import Record
 from prefixstore.maintenance.archive import Archive
-from tests.support import ROOT
+from tests.attacks import in_child
+from tests.support import PATIENCE, ROOT
 from tests.support.places import KEY, MIB, SCHEMES, contents, fill, place, refusal, space
 from tests.support.timeouts import wait_for
 
@@ -67,48 +70,50 @@ def url(request, tmp_path):
 # -- what can be read of it -------------------------------------------------------------------------------------------
 
 
+def all_bytes(url, pages, tmp_path, request):
+    """What whoever has a location finds: its rows and payloads, files with write-ahead logs, dumps."""
+    rows = plain_rows(pages)
+    with pages.rows.view() as view:
+        found = [bytes(one[1]) for one in view.payloads([row.key for row in rows]) if one[1] is not None]
+    directories, [scheme, *_] = [tmp_path], url.partition(":")
+    if scheme.startswith("postgresql"):
+        directories.append(request.getfixturevalue("postgres_server").data)
+        found.append(subprocess.run(["pg_dump", url.replace("+psycopg", "")], capture_output=True, check=True).stdout)
+    elif scheme == "s3":
+        directories.append(request.getfixturevalue("seaweedfs").directory)
+    elif scheme not in ("lmdb", "sqlite"):
+        server = request.getfixturevalue("valkey_server")
+        directories.append(server.directory)
+        with server.client() as client:
+            client.config_set("rdbcompression", "no")
+            client.save()
+    found += [path.read_bytes() for directory in directories for path in directory.rglob("*") if path.is_file()]
+    return b"\n".join([*found, *(row.key + row.value for row in rows)])
+
+
 @pytest.mark.slow
-def test_nothing_readable_is_in_any_file_dump_or_listing(url, tmp_path, request):
-    tokens = list(range(70_000, 70_000 + 64))
-    payload = bytes(range(256)) * 8
-    with opened(url, NEW) as pages:
-        [path] = fill(pages, ALICE, [tokens])
-        with pages.update() as transaction:
-            transaction.put_note(b"bookmarks:" + ALICE.key, b"the name of a session", ALICE.key)
-            record = transaction.record(path[0])
-            transaction.put(path[0], record, transaction.usage(path[0]), payload[:1000])
-        known = [
-            *(keyspace.RECORD + key[1:] for key in path),
-            ALICE.key,
-            ALICE.canonical,
-            tenant_of("alice-tenant", b""),
-            b"alice-tenant",
-            b"bookmarks",
-            b"the name of a session",
-            b"".join(token.to_bytes(4, "little") for token in tokens[:4]),
-            payload[:64],
-            record.pack()[40:72],
-        ]
-        rows = plain_rows(pages)
-        listed = b"\n".join(row.key + row.value for row in rows)
-        with pages.rows.view() as view:
-            payloads = [found[1] for found in view.payloads([row.key for row in rows if row.key[:1] == b"r"])]
-            assert all(payloads)
-            listed += b"".join(map(bytes, payloads))
-        pages.sync()
-    files = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    if url.startswith("postgresql"):
-        files += subprocess.run(["pg_dump", url.replace("+psycopg", "")], capture_output=True, check=True).stdout
-        known += [secret.hex().encode() for secret in known]
-    assert all(secret not in listed for secret in known)
-    assert all(secret not in files for secret in known)
-    # the same is found where it is not encrypted
-    with closing(open_pages("memory:", max_bytes=MIB)) as plain:
-        fill(plain, ALICE, [tokens])
-        with plain.rows.view() as view:
-            rows = view.ranges([keyspace.Range(b"", b"\xff" * 16)])[0]
-        shown = b"".join(row.key + row.value for row in rows)
-        assert all(secret in shown for secret in (ALICE.key, ALICE.canonical, b"alice-tenant", *path))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_readable_is_in_any_file_dump_or_listing(scheme, tmp_path, request):
+    for key in ("none", Given(NEW)):
+        # not what other tests have stored in the server
+        rng = np.random.default_rng()
+        tokens, payload, salt = rng.integers(1 << 30, size=64).tolist(), rng.bytes(2000), rng.bytes(16).hex()
+        settings, name = space(salt), f"the session {rng.bytes(16).hex()}".encode()
+        url = place(scheme, tmp_path, request, name=f"kv-{type(key).__name__}")
+        with closing(open_pages(url, max_bytes=64 * MIB, key=key)) as pages:
+            [path] = fill(pages, settings, [tokens])
+            with pages.update() as transaction:
+                transaction.put_note(keyspace.bookmarks_note(settings.key), name, settings.key)
+                record = transaction.record(path[0])
+                transaction.put(path[0], record, transaction.usage(path[0]), payload[:1000])
+            pages.sync()
+            found = all_bytes(url, pages, tmp_path, request)
+            known = [settings.key, settings.canonical, tenant_of(salt, b""), salt.encode(), name, payload[:64]]
+            known += [*path, np.array(tokens[:4], "<i4").tobytes(), record.pack()[40:72]]
+            if key == "none":
+                assert all(secret in found for secret in known)
+            else:
+                assert not any(secret in found or secret.hex().encode() in found for secret in known)
 
 
 def test_a_store_with_a_key_is_refused_without_and_the_reverse(url):
@@ -171,6 +176,15 @@ def test_each_changed_row_is_a_miss_counted_and_mended(tmp_path):
                 key: (one[0].tokens, one[2]) for key, one in before.items()
             }
             assert archive.check() == []
+
+
+@pytest.mark.parametrize("step", [73, pytest.param(1, marks=[pytest.mark.attack, pytest.mark.timeout(0)])])
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_no_byte_of_a_file_that_is_flipped_gives_a_wrong_state_or_ends_the_process(scheme, step, tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFIXSTORE_KEY", "env:MY_KEYS")
+    monkeypatch.setenv("MY_KEYS", KEY.read())
+    done = in_child("damaged_file", scheme, tmp_path, step, seconds=60 * PATIENCE)
+    assert json.loads(done.splitlines()[-1]).keys() >= {"used", "CorruptError"}
 
 
 def test_rows_and_payloads_that_are_exchanged_or_moved_are_misses(tmp_path):
@@ -261,21 +275,27 @@ def test_what_is_written_again_is_under_the_newest_key_and_rotation_does_it_for_
 
 
 def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp_path, monkeypatch):
-    url, given = f"lmdb://{tmp_path}/kv", Given(OLD)
+    url, given = f"lmdb://{tmp_path}/kv", Given(LATER)
     with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, NEW, OLD, **TENANT) as two:
+        fill(one, ALICE, [])
+        # the file of keys has a new one when it is met: nothing is missed
+        with opened(url, OLD, LATER) as other:
+            other.encrypted.rotate()
+        given.keys = (OLD,)
         fill(one, ALICE, SEQUENCES[:1])
+        # it has not the next one yet, and is not read all the time
+        monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 1000)
         fill(two, ALICE, SEQUENCES[1:2])
         for _ in range(3):
             with pytest.raises(LocationError, match=key_id(NEW).hex()):
                 fill(one, ALICE, SEQUENCES[2:])
-        # it does not ask all the time
-        assert given.n_read == 1
+        assert given.n_read == 2
         monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 0)
-        # the file of keys has the new ones now, and the other process has replaced the old one
+        # it has the new ones now, and the other process has replaced the old one
         given.keys, given.tenants = (NEW, OLD), TENANT
         assert two.encrypted.rotate()[1] == 0
         fill(one, ALICE, SEQUENCES[2:])
-        assert given.n_read == 2
+        assert given.n_read == 3
         assert contents(one) == contents(two)
         assert len(contents(one)) == 6
     # what was stored before the tenant had a key is under it after a rotation

@@ -1,6 +1,9 @@
 """How the rows of an encrypted location are named: neighbours stay neighbours, and ranges stay ranges."""
 
+import hashlib
+import hmac
 import re
+import subprocess
 from itertools import takewhile
 from pathlib import Path
 
@@ -74,7 +77,32 @@ def test_the_rows_of_a_namespace_and_a_walk_are_ranges(keys, space):
         assert [place for place in rest if there.start <= place < there.stop] == rest
 
 
-def test_the_example_in_the_documents_which_another_tool_has_computed():
+def blake2(text, person, size, key=b""):
+    return hashlib.blake2b(text, digest_size=size, key=key, person=person.encode()).digest()
+
+
+def sealed(key, salt, random, bound_to, message):
+    """A short sealed message, by the words of docs/format.md, with nothing of ours: AES is that of openssl."""
+    secret = hmac.digest(hmac.digest(salt, key, "sha256"), b"prefixstore 1\1", "sha256")
+    nonce = bytes(11) + b"\1"
+    blocks = bytes(16) + b"".join(nonce + n.to_bytes(4, "big") for n in range(1, len(message) // 16 + 3))
+    command = ["openssl", "enc", "-aes-256-ecb", "-nopad", "-K", blake2(random, "prefixstore mesg", 32, secret).hex()]
+    stream = subprocess.run(command, input=blocks, capture_output=True, check=True).stdout
+    text = bytes(a ^ b for a, b in zip(message, stream[32:], strict=False))
+    tag, factor = 0, int.from_bytes(stream[:16], "big")
+    lengths = b"".join((8 * len(one)).to_bytes(8, "big") for one in (bound_to, text))
+    hashed = b"".join(one + bytes(-len(one) % 16) for one in (bound_to, text)) + lengths
+    for at in range(0, len(hashed), 16):
+        # multiplied in GF(2^128), the first bit of a byte being that of the lowest power
+        one, tag, power = tag ^ int.from_bytes(hashed[at : at + 16], "big"), 0, factor
+        for bit in range(127, -1, -1):
+            tag ^= power * (one >> bit & 1)
+            power = power >> 1 ^ (0xE1 << 120) * (power & 1)
+    tag ^= int.from_bytes(stream[16:32], "big")
+    return blake2(key, "prefixstore key", 8) + random + text + tag.to_bytes(16, "big")
+
+
+def test_the_example_in_the_documents_is_what_another_tool_computes():
     text = (Path(__file__).parents[2] / "docs/format.md").read_text()
     example = text[text.index("An example: the key is the bytes 0 to 31") :]
 
@@ -82,13 +110,18 @@ def test_the_example_in_the_documents_which_another_tool_has_computed():
         found = re.search(rf"^    {name} +([0-9a-f\s]+?)\n(    [a-z]|\n)", example, re.MULTILINE)
         return bytes.fromhex("".join(found[1].split()))
 
-    key, secret = bytes(range(32)), bytes(range(32, 64))
+    key, secret, random = bytes(range(32)), bytes(range(32, 64)), bytes(range(80, 104))
     space = bytes.fromhex("bef4d35a61e0ce479e894621600a9988c88fa89a9c00bd33d43d338e1799db62")
-    header, stored_key = shown("header"), shown("stored key")
+    name = blake2(key, "prefixstore key", 8)
+    stored_key = b"n" + blake2(b"n" + space, "prefixstore rows", 16, secret)
+    value = bytes(16) + (33).to_bytes(2, "little") + b"n" + space + b"settings"
+    header = b"prefixstore encrypted\n" + sealed(key, b"", random, b"prefixstore encrypted\n", secret + name)
+    stored = sealed(key, secret, random, b"row" + stored_key, value)
+    documented = [shown(one) for one in ("id of the key", "header", "stored key", "stored value")]
+    assert documented == [name, header, stored_key, stored]
+    # and ours reads it
     cipher = RowCipher.of(header, Keys.parse(line_of(key), ""))
-    assert key_id(key) == shown("id of the key") == key_of(header)
-    assert (cipher.secret, cipher.needed) == (secret, (key_id(key),))
     row = Row(keyspace.NAMESPACE + space, b"settings")
-    assert cipher.stored_key(row.key) == stored_key
-    view = EncryptedView(View, cipher, pytest.fail)
-    assert view.opened(Row(stored_key, shown("stored value"))) == (bytes(16), row)
+    assert (cipher.secret, cipher.needed, cipher.stored_key(row.key)) == (secret, (name,), stored_key)
+    assert key_id(key) == name == key_of(header)
+    assert EncryptedView(View, cipher, pytest.fail).opened(Row(stored_key, stored)) == (bytes(16), row)
