@@ -46,7 +46,7 @@ def save(
         raise InvalidParameterError("pass either --slot N or --all")
     results: list[dict[str, Any]] = []
     limit = {} if max_bytes is None else {"max_bytes": max_bytes}
-    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, **limit) as opened:
+    with _opened(store, _client(server, api_key, timeout), slots_dir, **limit) as opened:
         numbers = [one.id for one in opened.server.slots() if not one.is_processing] if slot is None else [slot]
         for number in numbers:
             try:
@@ -92,7 +92,8 @@ def restore(
         raise InvalidParameterError("pass either --prompt-file FILE or --messages FILE")
     # opening it for slots would create a store at a mistyped location
     Archive(store, read_only=True).close()
-    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir) as opened:
+    client = _client(server, api_key, timeout)
+    with _opened(store, client, slots_dir) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
         text = text_in(prompt_file) if prompt_file is not None else ""

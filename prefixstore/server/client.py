@@ -11,8 +11,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from prefixstore.errors import (
@@ -25,9 +24,6 @@ from prefixstore.errors import (
 )
 from prefixstore.server.find_process import listening_process
 from prefixstore.units import shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["LlamaServer", "Props", "Slot", "SlotAction", "props_of"]
 
@@ -101,7 +97,7 @@ class SlotAction(NamedTuple):
 
 
 class LlamaServer:
-    """A client of one llama-server. May be used from many threads; close it, or use it as a context manager.
+    """A client of one llama-server. May be used from many threads.
 
     Parameters
     ----------
@@ -153,17 +149,6 @@ class LlamaServer:
 
     def __repr__(self) -> str:
         return f"LlamaServer({self.url!r})"
-
-    def close(self) -> None:
-        """Nothing is left open: llama-server closes a connection that is not used, so each question has its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -282,6 +267,7 @@ class LlamaServer:
         """The answer to a request, as JSON. Raises `ServerError`."""
         url = self.url + path
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        # llama-server closes one that is not used
         connection = kind(self._host, self._port, timeout=self._timeout)
         is_connected = False
         try:

@@ -74,7 +74,6 @@ class Running:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        self.client.close()
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
