@@ -246,7 +246,7 @@ class Proxy:
             # the server itself knows best which slot has such a prompt
             can_choose = len(manager.pool.slots) == 1
         if not can_choose and (is_separated or ask.taints):
-            await self._in_all_slots(exchange, ask, body, owner, tokens, is_counted=passed is None)
+            await self._in_all_slots(exchange, ask, body, owner, tokens, asks=passed is None)
         elif not can_choose and reason is not None:
             await manager.empty_tainted()
             await self._forward(exchange, pinned(body, n_cache_reuse=0) if ask.can_add else body)
@@ -258,10 +258,10 @@ class Proxy:
             if claim.must_compute and not ask.can_add and is_separated:
                 manager.release(claim, None, began=False)
                 raise RefusedError("no slot can be emptied", 503)
-            await self._in_slot(exchange, ask, body, claim, manager, is_counted=passed is None)
+            await self._in_slot(exchange, ask, body, claim, manager)
 
     async def _in_all_slots(
-        self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None, *, is_counted: bool
+        self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None, *, asks: bool
     ) -> None:
         """Pass on a completion for which the server chooses slots; it may find only what its own tenant has in any.
 
@@ -271,13 +271,13 @@ class Proxy:
         if ask.can_add:
             # it reuses nothing
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-        async with manager.all_slots(owner, tokens, leaves=_leaves(ask)) as claims:
+        async with manager.all_slots(owner, tokens, asks=asks, leaves=_leaves(ask)) as claims:
             if not ask.can_add and any(claim.must_compute for claim in claims):
                 raise RefusedError("no slot can be emptied", 503)
             if tokens is None:
                 await self._forward(exchange, body)
             else:
-                await self._in_slot(exchange, ask, body, claims.pop(0), manager, is_counted=is_counted)
+                await self._in_slot(exchange, ask, body, claims.pop(0), manager)
 
     def _passed(self, exchange: Exchange, reason: str) -> None:
         """Note why a completion is passed on without the store."""
@@ -302,9 +302,7 @@ class Proxy:
             return await tokens_of_request(ask, self._upstream, credentials, self._session.marker)
         return None
 
-    async def _in_slot(
-        self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, manager: SlotManager, *, is_counted: bool
-    ) -> None:
+    async def _in_slot(self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, manager: SlotManager) -> None:
         report, usage = Report(), None
         try:
             if ask.can_add:
@@ -318,12 +316,12 @@ class Proxy:
                 body = pinned(body, **fields)
             if not ask.can_pin:
                 await manager.empty_tainted()
-            if is_counted:
+            if claim.asks:
                 exchange.told = claim.told
             claim.slot.told = exchange.told
-            if is_counted and not ask.taints and not claim.must_compute:
+            if claim.asks and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim, manager)
-            if await self._forward(exchange, body, report) == HTTPStatus.OK and is_counted:
+            if await self._forward(exchange, body, report) == HTTPStatus.OK and claim.asks:
                 # unless the answer says something else
                 usage = RequestUsage(claim.n_reused, len(claim.tokens) - claim.n_reused)
         finally:
@@ -333,7 +331,7 @@ class Proxy:
                 self._session.computed(said)
                 usage = said.after(claim.n_ahead)
             if usage is not None:
-                self._count(exchange.path, claim, usage, is_counted=is_counted)
+                self._count(exchange.path, claim, usage)
 
     async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim, manager: SlotManager) -> None:
         async def ping(head: Headers) -> None:
@@ -348,11 +346,11 @@ class Proxy:
             headers["origin"] = exchange.headers["origin"]
         await compute_ahead(self._session, manager, claim, headers, ping)
 
-    def _count(self, path: str, claim: Claim, usage: RequestUsage, *, is_counted: bool) -> None:
-        """Count a prompt that was computed, and the lookup if it was one (`is_counted`)."""
+    def _count(self, path: str, claim: Claim, usage: RequestUsage) -> None:
+        """Count a prompt that was computed, and the lookup if it was one."""
         source, reason = claim.outcome(usage)
-        self._session.note(usage, claim, reason, is_counted=is_counted)
-        if is_counted:
+        self._session.note(usage, claim, reason)
+        if claim.asks:
             restored = min(claim.n_restored, usage.cached_tokens)
             self._observer.observe(
                 path,

@@ -311,14 +311,14 @@ class ServerSession:
             if self.store is not None:
                 self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
-    def note(self, usage: RequestUsage, claim: Claim, reason: str | None, *, is_counted: bool) -> None:
-        """Note what became of a prompt, and count the lookup if it was one (`is_counted`)."""
+    def note(self, usage: RequestUsage, claim: Claim, reason: str | None) -> None:
+        """Note what became of a prompt, and count the lookup if it was one."""
         if self.store is None:
             return
         counters, found = self.store.counters, self.store.namespace(claim.owner)
         namespace = found.key if found is not None else None
         counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
-        if is_counted:
+        if claim.asks:
             counters.count("prompt_tokens", usage.cached_tokens + usage.computed_tokens, namespace=namespace)
             # the store has counted what became of a restore
             if claim.restored_seconds is None or claim.reason == "error":

@@ -180,7 +180,7 @@ class SlotManager:
 
     @contextlib.asynccontextmanager
     async def all_slots(
-        self, owner: str | None, tokens: Tokens | None = None, *, leaves: Rows = Rows.CLEAN
+        self, owner: str | None, tokens: Tokens | None = None, *, asks: bool = True, leaves: Rows = Rows.CLEAN
     ) -> AsyncIterator[list[Claim]]:
         """Take every slot for a request that may use any of them; what other tenants had in them is gone.
 
@@ -202,7 +202,7 @@ class SlotManager:
             # in order: two such requests cannot wait for each other
             for slot in slots:
                 prompt = tokens if slot is best else None
-                claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id))
+                claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id, asks=asks))
             for claim in claims:
                 claim.leaves = leaves
             yield claims
