@@ -82,7 +82,7 @@ async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim
         return []
     if start == len(slot.tokens):
         # The end of the last answer may be in the slot, too. To stop before that would be to step back.
-        start += slot.n_unsaved
+        start += slot.n_answer
     elif start >= MIN_GAP:
         # this prompt shows what others may share
         parting = [start]

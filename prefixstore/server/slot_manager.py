@@ -74,6 +74,7 @@ class SlotManager:
         """Use this store from now on; None: slots are only given out."""
         self._store, self.pool.has_store = store, store is not None and not self._is_closed
         self.pool.can_cut = store is None or store.can_cut
+        self.pool.is_unified = store is not None and store.is_unified
         self._changed.set()
 
     def start(self) -> None:
@@ -137,7 +138,7 @@ class SlotManager:
             await self._find(claim, usable)
         await self._wait_for_slot(claim)
         slot = claim.slot = self.pool.cheapest(claim)
-        slot.is_busy = True
+        slot.is_busy, slot.n_computing = True, len(prompt)
         try:
             is_usable = await _to_its_end(self._prepare(claim))
         except BaseException:
@@ -175,7 +176,7 @@ class SlotManager:
 
     def _free(self, slot: PoolSlot) -> None:
         """Let the next request have a slot."""
-        slot.is_busy = False
+        slot.is_busy, slot.n_computing = False, 0
         self._changed.set()
 
     @contextlib.asynccontextmanager
@@ -230,8 +231,8 @@ class SlotManager:
     async def _prepare(self, claim: Claim) -> bool:
         """Save, empty and fill a slot for a request, as needed; whether what it holds may be used."""
         slot, claim.reason = claim.slot, None
-        if slot.saving is not None:
-            await asyncio.wait({slot.saving})
+        await _saved(slot)
+        await self._make_room(claim)
         # it may be another one than those that could be had before
         await self._find(claim, [slot])
         plan, found = self.pool.weigh(slot, claim), claim.found
@@ -254,6 +255,19 @@ class SlotManager:
             self.rates.left_out()
         claim.n_reused = max(min(self.pool.weigh(slot, claim).n_usable, len(claim.tokens) - 1), 0)
         return True
+
+    async def _make_room(self, claim: Claim) -> None:
+        """Empty idle slots that a prompt has no room beside: the server would do that itself, and not say so."""
+        while (slot := self.pool.in_the_way(claim)) is not None:
+            slot.is_busy = True
+            try:
+                await _saved(slot)
+                if self.pool.would_save(slot):
+                    await self._save(slot)
+                if not await self._empty(slot):
+                    return
+            finally:
+                self._free(slot)
 
     async def _restore(self, claim: Claim) -> bool:
         """Fill a slot for a request; whether what it holds after that may be used."""
@@ -323,9 +337,12 @@ class SlotManager:
         slot = claim.slot
         if began:
             n_new = WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
+            # the last token is computed with the next one
+            n_answer = WORTH_A_SAVE if usage is None else max(usage.generated_tokens - 1, 0)
             # the end of a prompt that was worth stops is worth one more
-            slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
+            slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new, n_answer)
             slot.doubt(claim.leaves)
+            self.pool.outgrown(slot)
         slot.used = time.monotonic()
         self._free(slot)
 
@@ -413,6 +430,12 @@ class SlotManager:
                 why = f"{type(error).__name__}: {error}"
                 log.warning("%s has failed, which costs time only (%d so far): %s", WORK[what], n, why)
         return None
+
+
+async def _saved(slot: PoolSlot) -> None:
+    """Wait for the save of a slot that was begun before a request had it."""
+    if slot.saving is not None:
+        await asyncio.wait({slot.saving})
 
 
 async def _to_its_end(work: Awaitable[T]) -> T:

@@ -64,6 +64,9 @@ class PoolSlot:
     is_busy: bool = False
     # a save while none had it: who takes it waits for that
     saving: asyncio.Future[bool] | None = None
+    # those of the answer to them that it holds, which are not known, and those of the prompt that is computed
+    n_answer: int = 0
+    n_computing: int = 0
     # tokens that entered it since it was saved, and when the first of them did
     n_unsaved: int = 0
     unsaved_since: float = 0.0
@@ -78,6 +81,11 @@ class PoolSlot:
     def is_clean(self) -> bool:
         """Whether its rows are those of its tokens alone."""
         return self.rows is Rows.CLEAN
+
+    @property
+    def n_held(self) -> int:
+        """How many tokens it holds, or will hold when its prompt is computed."""
+        return max(len(self.tokens) + self.n_answer, self.n_computing)
 
     @property
     def is_dirty(self) -> bool:
@@ -102,13 +110,13 @@ class PoolSlot:
 
     def filled(self, tokens: Tokens, owner: str | None) -> None:
         """Note that it holds what was restored or copied, and nothing else."""
-        self.tokens, self.owner, self.n_unsaved = tokens, owner, 0
+        self.tokens, self.owner, self.n_answer, self.n_unsaved = tokens, owner, 0, 0
 
-    def computed(self, tokens: Tokens, n_new: int) -> None:
+    def computed(self, tokens: Tokens, n_new: int, n_answer: int = 0) -> None:
         """Note that it holds these tokens of its owner, and how many of them, with those of the answer, are new."""
         if not self.n_unsaved:
             self.unsaved_since = time.monotonic()
-        self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new
+        self.tokens, self.n_answer, self.n_unsaved = tokens, n_answer, self.n_unsaved + n_new
 
     def not_saved(self) -> None:
         """Note that a save of it has failed: it is tried again after a while, and at the end."""
@@ -195,6 +203,7 @@ class SlotPool:
     With `separated`, each request may find only what its own tenant has put into a slot. The owner sets how many
     requests wait, `has_store`, and `can_cut`: whether the server can use any part of what a slot holds, as with full
     attention. A recurrent state, or the end of a sliding window, is of use only to a prompt that goes on from there.
+    With `is_unified`, all slots together have the room of one.
     """
 
     def __init__(
@@ -202,7 +211,7 @@ class SlotPool:
     ) -> None:
         self.slots = [PoolSlot(id_, n_ctx) for id_, n_ctx in slots]
         self.rates, self.separated = rates or Rates(), separated
-        self.has_store, self.can_cut = False, True
+        self.has_store, self.can_cut, self.is_unified = False, True, False
         self.n_waiting = 0
 
     @property
@@ -255,6 +264,25 @@ class SlotPool:
         if slot.must_empty(trusts=claim.trusts) or slot.owner != claim.owner:
             return 0
         return common_prefix(slot.tokens, claim.tokens)
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def in_the_way(self, claim: Claim) -> PoolSlot | None:
+        """The idle slot to be emptied next, so that all of a prompt has room; None if it has, or if all are in use."""
+        others = [slot for slot in self.slots if slot is not claim.slot]
+        if not self.is_unified or len(claim.tokens) + sum(slot.n_held for slot in others) <= claim.slot.n_ctx:
+            return None
+        idle = [slot for slot in others if slot.n_held and not slot.is_busy]
+        return min(idle, key=lambda slot: slot.used, default=None)
+
+    def outgrown(self, by: PoolSlot) -> None:
+        """Note which idle slots an answer has left no room for: the server has emptied some, in their order."""
+        held = [slot for slot in self.slots if slot.n_held and slot.is_clean]
+        n_over = sum(slot.n_held for slot in held) - by.n_ctx if self.is_unified else 0
+        for slot in held:
+            if n_over > 0 and slot is not by and not slot.is_busy:
+                slot.doubt()
+                n_over -= slot.n_held
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

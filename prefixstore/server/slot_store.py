@@ -154,6 +154,13 @@ class SlotStore:
         return not any(way.form.has_snapshots for way in self.ways)
 
     @property
+    def is_unified(self) -> bool:
+        """Whether its slots share one memory, in which each may take all of the room."""
+        layout = self.layout
+        has_rows = layout is not None and layout.shape is not None and bool(layout.shape.sections)
+        return has_rows and layout is not None and layout.streams == 1
+
+    @property
     def shortest(self) -> int:
         """How many tokens a slot must hold for it to be stored."""
         form = self.ways[-1].form

@@ -115,6 +115,18 @@ def test_users_who_share_a_system_prompt_compute_it_once_and_their_own_text_once
 
 
 @pytest.mark.slow
+def test_what_has_no_room_in_slots_that_share_one_memory_is_restored(serve: Serve):
+    """As they do if ``-np`` is not given: the server empties idle slots, and does not say so."""
+    served = serve("-np", "4", "-kvu", "-c", "1024")
+    for n_found in (0, 400):
+        for i in range(4):
+            assert cached(served.complete(prompt(i))) >= n_found
+            status = served.saved()
+    assert not status["failures"]
+    assert "purging slot" not in served.text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["trained", "gemma3"])
 def test_what_was_warmed_for_a_server_is_restored_for_its_first_prompt(
     architecture, serve, models, docs_model, tmp_path

@@ -189,7 +189,7 @@ class Store:
 
     n_bytes = 1
     reason: str | None = None
-    can_cut = True
+    can_cut, is_unified = True, False
     has_media = False
     saved_seconds = 0.0
 
@@ -336,6 +336,20 @@ def test_what_a_client_is_told_is_what_is_counted(
         return claim.told, claim.outcome(RequestUsage(claim.n_reused, n - claim.n_reused))
 
     assert with_slots(1, scene, store) == (told, source)
+
+
+def test_slots_that_share_one_memory_leave_room_for_a_prompt_and_what_its_answer_has_displaced_is_doubted():
+    erase, store = Erase(), Store()
+    store.is_unified = True
+
+    async def scene(manager: SlotManager) -> tuple[list[int], list[bool]]:
+        for i, n_answer in enumerate((51, 51, 201)):
+            claim = await manager.acquire(tokens(*range(1000 * i, 1000 * i + 150)), None)
+            manager.release(claim, Usage(0, 150, n_answer), began=True)
+        return erase.asked, [slot.is_clean for slot in manager.pool.slots]
+
+    # of 500 tokens in all, two have 200 each; the first one goes before the third prompt, the second one by its answer
+    assert with_slots(3, scene, store, erase) == ([0], [True, False, True])
 
 
 # -- when slots are saved ---------------------------------------------------------------------------------------------
