@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
@@ -114,9 +115,10 @@ def _require(view: View, rows: Rows, chance: random.Random) -> None:
     values = view.get(asked)
     assert values == [rows[key][0] if key in rows else None for key in asked]
     assert {type(value) for value in values} <= {bytes, type(None)}
-    assert _pairs(view, asked) == [rows.get(key) for key in asked]
+    held, expected = list(view.payloads(asked)), [rows.get(key) for key in asked]
     # no more than was asked for has to be taken
-    assert _copied(next(iter(view.payloads(asked[:3])))) == rows.get(asked[0])
+    assert _copied(next(iter(view.payloads(asked[-3:])))) == expected[-3]
+    assert list(map(_copied, held)) == expected, "a payload stays as it is until the view closes"
     assert (view.get([]), view.ranges([]), list(view.payloads([]))) == ([], [], [])
 
 
@@ -302,7 +304,7 @@ class BackendContract:
             self._overwrite(backend, backend)
 
     def _overwrite(self, reader: Backend, writer: Backend) -> None:
-        """Have a writer delete and replace payloads that a reader holds."""
+        """Have a writer delete and replace payloads that a reader holds, while another one reads."""
         payloads = {b"k%d" % i: bytes_of(i, size) for i, size in enumerate([300_000, 100, 2 * MIB])}
         write_rows(writer, {key: (b"", payload) for key, payload in payloads.items()})
         with reader.view() as view:
@@ -314,6 +316,7 @@ class BackendContract:
                 writer.reclaim()
                 for i in range(10):
                     write_rows(writer, {b"n%d" % i: (b"", bytes(300_000))})
+                read_rows(reader)
 
             together(overwrite)
             assert [bytes(payload or b"") for payload in held] == list(payloads.values())
@@ -398,11 +401,16 @@ class BackendContract:
         done = threading.Event()
         with self.opened(tmp_path) as backend:
 
+            def write_slowly(turn: int, draft: Update) -> None:
+                for key in keys:
+                    draft.put(key, b"%d" % turn, bytes_of(turn, 500))
+                time.sleep(0.002)  # so that most forks come in the middle
+
             def keep_writing() -> None:
                 turn = 0
                 while not done.is_set():
                     turn += 1
-                    write_rows(backend, {key: (b"%d" % turn, bytes_of(turn, 500)) for key in keys})
+                    update(backend, partial(write_slowly, turn))
                     backend.sync()
 
             def child() -> bool:
