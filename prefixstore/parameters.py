@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from prefixstore.backends.encryption_keys import Key, provider_of
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.eviction import policy_named
 from prefixstore.engine.policy import Policy
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder
@@ -68,11 +68,8 @@ class Parameters:
 
         Raises `InvalidParameterError` if one cannot be used; the message names it.
         """
-        policy, codec = given["policy"], given["codec"]
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise InvalidParameterError(
-                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
-            )
+        policy, far_policy = policy_named(given["policy"]), policy_named(given["policy"])
+        codec = given["codec"]
         if not isinstance(codec, str):
             raise InvalidParameterError(f'codec={shown(codec)} must be a string, such as "auto"')
         size = parse_bytes(given["max_bytes"], "max_bytes")
@@ -92,7 +89,7 @@ class Parameters:
             budget=Budget(size, entries, quota),
             ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
             encoder=Encoder(codec),
-            policy=POLICIES[policy](),
+            policy=policy,
             priority=_count(given, "priority", -(2**15), 2**15 - 1),
             read_only=_flag(given["read_only"], "read_only"),
             write_behind=_flag(given["write_behind"], "write_behind"),
@@ -100,7 +97,7 @@ class Parameters:
             max_delay=None if given["max_delay"] is None else parse_seconds(given["max_delay"], "max_delay"),
             far_budget=Budget(far_size, None, quota),
             far_encoder=Encoder(codec),
-            far_policy=POLICIES[policy](),
+            far_policy=far_policy,
             keys=_keys(given["key"]),
         )
 

@@ -1,4 +1,4 @@
-"""Purge, clear and repair: which pages to delete, with their descendants, and in which order."""
+"""Deletes pages and their descendants: chosen ones, damaged ones, and those that can never be found."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which pages to delete: those of which all that is given holds, and of all that follows them.
+    """Which pages to delete: those that meet all given criteria, and whose descendants do.
 
     Attributes
     ----------
@@ -58,17 +58,17 @@ class Choice:
     keys: Collection[bytes] | None = None
 
     def has(self, key: bytes, namespace: bytes, last_used: int) -> bool:
-        """Whether it chooses a page, if it chooses all that follows that."""
+        """Whether a page meets the criteria."""
         if self.keys is not None and key not in self.keys:
             return False
         if self.namespaces is not None and namespace not in self.namespaces:
             return False
-        # a time that cannot be right does not count as an old one
+        # a time in the future cannot be right, and does not count as old
         now = time.time_ns()
         return self.before is None or (time_of_use(last_used, now) or now) < self.before
 
     def has_stored(self, entry: Entry) -> bool:
-        """As `has`, of a stored page; none that cannot be read."""
+        """Whether a stored page can be read and meets the criteria."""
         record = entry.record
         return isinstance(record, Record) and self.has(entry.key, record.namespace, entry.usage.last_used)
 
@@ -79,7 +79,7 @@ def subtree(view: PageView, key: bytes) -> set[bytes]:
 
 
 def beginning_with(view: PageView, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
-    """The pages of sequences that begin with these tokens, and those that lead only to them."""
+    """The pages of sequences that begin with these tokens, and their ancestors that lead only to such sequences."""
     if namespaces is None:
         namespaces = {row[-KEY_BYTES:] for row in view.counts() if row != COUNT}
     found: set[bytes] = set()
@@ -105,7 +105,7 @@ def beginning_with(view: PageView, tokens: bytes, namespaces: Collection[bytes] 
 class Deleter(Part):
     """Deletes pages from a location, pinned or not."""
 
-    # how often it has begun to delete something
+    # how often a deletion was started
     n_begun = 0
 
     def __init__(self, shared: Shared, bookmarks: Bookmarks) -> None:
@@ -114,18 +114,18 @@ class Deleter(Part):
 
     @handed_over
     def delete(self, choice: Choice) -> Removed:
-        """Delete the chosen pages, pinned ones too, and what others add after them until then.
+        """Delete the chosen pages, pinned ones too, and bookmarks of sequences that are no longer stored.
 
-        Also the names of sequences that are no longer stored. A page that is not chosen stays, with those before it.
+        A page that is not chosen stays, with its ancestors. Pages that others add after chosen ones meanwhile go, too.
         """
         self.n_begun += 1
         for page in self._catalog.all_waiting()[0]:
             if choice.has(page.key, page.namespace, page.last_used):
                 self._catalog.forget(page)
-        # what is added after pages with these keys goes as well
+        # descendants that are added meanwhile go as well, whatever their keys
         removed, below = Removed(), replace(choice, keys=None)
         if choice.before is not None:
-            # found once: old pages may lead to one that stays, and each would be looked for after each of them
+            # in one pass: old pages may be ancestors of one that stays, and looking for it after each would take long
             removed = self._delete_all(self.select(choice), below)
         else:
             for entries in self._entries(choice):
@@ -136,7 +136,7 @@ class Deleter(Part):
 
     @handed_over
     def select(self, choice: Choice) -> dict[bytes, int]:
-        """The pages that `delete` would delete, and the sizes of their payloads; children before their parents."""
+        """The pages that `delete` would delete, and the sizes of their payloads; children come first."""
         chosen: dict[bytes, Record] = {}
         kept: list[bytes] = []
         for entry in chain.from_iterable(self._entries(choice)):
@@ -146,14 +146,14 @@ class Deleter(Part):
                 else:
                     kept.append(entry.record.parent)
         while kept:
-            # what leads to a page that stays
+            # the ancestors of a page that stays
             if (record := chosen.pop(kept.pop(), None)) is not None:
                 kept.append(record.parent)
         ends_first = sorted(chosen.items(), key=lambda item: item[1].start, reverse=True)
         return {key: record.stored_bytes for key, record in ends_first}
 
     def _entries(self, choice: Choice) -> Iterator[list[Entry]]:
-        """What is stored of the pages that may be chosen, some at a time; no view is open meanwhile."""
+        """The stored pages that may be chosen, some at a time. No view is open in between."""
         keys = list(choice.keys) if choice.keys is not None else []
         after: bytes | None = b""
         while after is not None:
@@ -166,9 +166,9 @@ class Deleter(Part):
 
     @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:
-        """Delete what can never be found: damaged records, and pages without the one that they follow.
+        """Delete what can never be found: damaged records, and pages without their parent.
 
-        With `newer` also those that a newer version wrote, and what follows them.
+        With `newer`, also pages that a newer version wrote, and their descendants.
         """
         with self._backend.view() as view:
             lost, of_newer = strays(view)
@@ -176,26 +176,26 @@ class Deleter(Part):
 
     @handed_over
     def n_newer(self) -> int:
-        """How many stored pages cannot be read, or found, because a newer version wrote them or what they follow."""
+        """How many stored pages were written by a newer version, or follow such a page."""
         with self._backend.view() as view:
             return sum(1 for _ in with_descendants(view, strays(view)[1]))
 
     @handed_over
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
+        """Delete the pages that a check has found, and their descendants; a wrong index is rebuilt instead."""
         found = list(found)
-        # beside a record that cannot be read, a check does not see whether the counts are right
+        # if a record cannot be read, a check does not see whether the counts are right
         if any(violation.rule in ("index", "record") for violation in found):
             self._backend.reindex()
-        # a forged usage may have an empty key; other violations without one are of the location
+        # a forged usage row may have an empty key; other violations without a key are about the location
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
         return self._delete_all({bytes.fromhex(one.key) for one in named})
 
     def _delete_all(self, keys: Iterable[bytes], choice: Choice | None = None, *, strays_only: bool = False) -> Removed:
-        """Delete pages, and what is stored after them: children first, some at a time.
+        """Delete pages and their descendants, children first, some at a time.
 
-        With a choice, only what it chooses, and nothing that leads to other pages. With `strays_only`, not those that
-        can be found, as what they follow was stored since.
+        With a choice, only what it chooses, and no ancestor of another page. With `strays_only`, not a page that can be
+        found after all, since its parent was stored meanwhile.
         """
         removed, at_once, doomed = Removed(), PAGES_AT_ONCE, list(keys)
         while doomed:
@@ -206,7 +206,7 @@ class Deleter(Part):
                 at_once = fewer(self._backend, at_once, error)
                 continue
             removed += Removed(len(deleted), sum(deleted.values()))
-            # what stays after them may keep them
+            # a page that stays may be a descendant of these
             doomed = [key for key in now if deleted and key in left] + later
         self._backend.mend()
         return removed
@@ -226,9 +226,9 @@ class Deleter(Part):
         at_once: int = PAGES_AT_ONCE,
         choice: Choice | None = None,
     ) -> tuple[dict[bytes, int], set[bytes]]:
-        """Delete pages and what is stored after them, children first, as many as one transaction may.
+        """Delete pages and their descendants, children first, at most `at_once`.
 
-        Returns the sizes of those that were deleted, by key, and those of `keys` that are left.
+        Returns the payload sizes of the deleted pages, by key, and which of `keys` are left.
         """
         left = dict.fromkeys(keys)
         self.n_begun += 1
@@ -247,10 +247,10 @@ class Deleter(Part):
         return deleted, set(left)
 
     def delete_damaged(self, transaction: PageUpdate, suspects: Mapping[bytes, Damage]) -> tuple[int, set[bytes]]:
-        """Delete those suspects that are really damaged, or useless, and their descendants.
+        """Delete the suspects that are really damaged or useless, and their descendants.
 
-        Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
-        Returns how many pages were deleted, and which suspects are left for another transaction.
+        Another process may have replaced a suspect by a good page meanwhile. Returns how many pages were deleted, and
+        which suspects are left for another transaction.
         """
         keys = sorted(suspects)
         now, later = keys[:PAGES_AT_ONCE], set(keys[PAGES_AT_ONCE:])
@@ -270,20 +270,20 @@ class Deleter(Part):
     @handed_over
     @retried
     def drop_empty_namespaces(self) -> None:
-        """Forget the settings of namespaces that have no pages any more."""
+        """Delete the settings of namespaces that have no pages any more."""
         with self._catalog.update(self._backend) as transaction:
             transaction.drop_empty_namespaces()
 
 
 def _is_needed(transaction: PageUpdate, key: bytes) -> bool:
-    """Whether something follows a page that stays: what a newer version wrote, or what leads to that."""
+    """Whether a page has a child that stays: one that a newer version wrote, or an ancestor of one."""
     nodes = [first_node(key, form) for form in (PAGE, SNAPSHOT)]
     children = [child for some in children_of(transaction.rows, nodes) for child in some]
     return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
 def _is_damaged(transaction: PageUpdate, key: bytes, damage: Damage) -> bool:
-    """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
+    """Whether a page can never be restored: it is damaged, useless, or does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:

@@ -23,9 +23,11 @@ from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row, leaves_of
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
+from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
+from prefixstore.units import shown
 
-__all__ = ["ALL", "POLICIES", "Group", "Rank", "Victim", "Victims"]
+__all__ = ["ALL", "POLICIES", "Group", "Rank", "Victim", "Victims", "policy_named"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -37,6 +39,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     # lowest priority first; among those, the least recently used
     "priority": lambda: Ordering("priority", lambda leaves: leaves["priority"]),
 }
+
+
+def policy_named(name: object) -> Policy:
+    """A new policy by its name in `POLICIES`. Raises `InvalidParameterError` for another name."""
+    if not isinstance(name, str) or name not in POLICIES:
+        known = ", ".join(map(repr, POLICIES))
+        raise InvalidParameterError(f"policy={shown(name)} is unknown; choose one of {known}")
+    return POLICIES[name]()
+
 
 # Leaves that are read for each eviction, and for how many evictions a round trip reads. In a local file the first one
 # reads for a single eviction: most transactions need no more.

@@ -1,11 +1,10 @@
 """The engine of two locations: a local one that answers fast, in front of one that several machines share.
 
-To its callers it is one engine: that of the nearer location, which also queries the far one, takes from it what the
-nearer one lacks, saves that, and passes on new pages. The far one may fail at any time; then the nearer one works
-alone.
+To its callers it is one engine: that of the near location, which also asks the far one, keeps what it gets from there,
+and passes new pages on. The far one may fail at any time; then the near one works alone.
 
-    match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
-    fetching                                       the near one for the first pages, the far one for the others
+    match, match_snapshot                          the near one, and for `max_delay` the far one if it may have more
+    fetching                                       the first pages from the near one, the others from the far one
     touch, condemn                                 each for its own pages
     write_queue.submit, write_queue.thin           the near one now, the far one later
     flush, drain(), sync, close                    both
@@ -45,23 +44,23 @@ log = logging.getLogger("prefixstore")
 # share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
-# namespaces whose settings are remembered, the latest ones: pages of others are not kept
+# of how many namespaces, the latest, settings are remembered; far pages of others are not kept
 KEPT_SETTINGS = 4096
 
 Ask = Callable[[Lookups], Path]
 
 
 def page_for(page: Page, *, is_far: bool) -> Page:
-    """The same page, for the other location."""
+    """A copy of a page for the other location."""
     return replace(page, stored_bytes=0, hits=0, pinned=False, children=[], is_far=is_far)
 
 
 class FarEngine(Engine):
-    """The engine of the far location: new pages are written there too, later, and as far as its queue has room.
+    """The engine of the far location, to which new pages are written later, as far as its queue has room.
 
-    In its own write queue a captured page waits in the memory of the engine in front, `nearer`. If pages before it
-    are missing here, since the location was unreachable when they were captured, they are copied first. The other
-    parameters are those of `Engine`; `queue_bytes` bounds what may wait.
+    Its queue shares the memory of captured pages with that of the near engine (`nearer`). If ancestors of a page are
+    missing here, because the location was unreachable when they were captured, they are copied first. The other
+    parameters are those of `Engine`.
     """
 
     def __init__(self, *arguments: Any, nearer: TieredEngine, **options: Any) -> None:
@@ -73,7 +72,7 @@ class FarEngine(Engine):
         self._catalog.is_far = True
 
     def offer(self, new: PendingPage, state: memoryview) -> None:
-        """Have a captured page written here, too, from the same memory. Dropped and counted if too much waits."""
+        """Queue a captured page here as well, from the same memory; dropped and counted if the queue is full."""
         if self.read_only:
             return
         buffer = self.write_queue.adopt(state)
@@ -84,11 +83,11 @@ class FarEngine(Engine):
             self.write_queue.take(PendingPage(page, new.settings, buffer, is_wanted=new.is_wanted), None)
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """As `Engine.commit`; pages that are missing here before these are written first."""
+        """As `Engine.commit`; missing ancestors are written first."""
         n_written = 0
         some: list[PendingPage] = []
         try:
-            # first pages follow their namespaces
+            # the parent of a first page is its namespace
             here = {new.page.namespace for new in batch} | self._stored([new.page.parent for new in batch])
             for new in batch:
                 if new.page.parent not in here and self._catalog.is_pending(new):
@@ -106,26 +105,26 @@ class FarEngine(Engine):
             raise
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these pages that are here, or wait here."""
+        """Which of these pages are stored or pending here."""
         with self._breaker.asking(), self._backend.view() as view:
             return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
 
     def _copy_before(self, new: PendingPage) -> None:
-        """Write the pages before this one that are missing here, as the nearer location has them."""
+        """Copy the ancestors of a page that are missing here from the near location."""
         path = [page.key for page in self._nearer.lookups.path(new.page)[:-1]]
         stored = self._stored(path)
         missing = [key for key in path if key not in stored]
         while missing and (some := self._nearer.stored(missing, min(BATCH_BYTES, self.queue_bytes // 2))):
             done = self.importer.import_pages(some, {new.page.namespace: new.settings})
-            # those after one that was not written would have no parent
+            # after one that was refused, the others would have no parent
             missing = missing[len(some) :] if not done.refused else []
 
 
 class TieredEngine(Engine):
-    """The engine of a location that has another one behind it, which `make_far` makes, given this one.
+    """The engine of the near one of two locations; `make_far` makes the engine of the other one, given this one.
 
-    A lookup waits `max_delay` seconds for the far location, or a share of what computing the rest of the prompt takes,
-    if that is more; with None as long as it takes. The other parameters are those of `Engine`.
+    A lookup waits for the far location for `max_delay` seconds, or for a share of the time that computing the rest of
+    the prompt takes if that is longer; with None it waits without limit. The other parameters are those of `Engine`.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class TieredEngine(Engine):
         **options: Any,
     ) -> None:
         self._max_delay = max_delay
-        # canonical settings of the namespaces that this process uses, to keep their pages
+        # canonical settings of the namespaces that this process uses: pages are kept with them
         self._settings: dict[bytes, bytes] = {}
         super().__init__(*arguments, **options)
         try:
@@ -149,7 +148,7 @@ class TieredEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self.upkeep.behind = self.write_queue.behind = lambda: self.far
-        # a query of the far location that is no longer waited for
+        # a lookup in the far location that nobody waits for any more
         self._overdue: Answer[Path] | None = None
 
     def _has_lent(self) -> bool:
@@ -157,7 +156,7 @@ class TieredEngine(Engine):
 
     @handed_over
     def _close(self) -> None:
-        """What waits for the far location is written first, if it takes it."""
+        """Closes the far engine first, which writes what is queued for it."""
         try:
             self._without_far("was not closed cleanly", self.far.close)
         finally:
@@ -169,14 +168,14 @@ class TieredEngine(Engine):
         return f"{super().location}, {self.far.location}"
 
     def _without_far(self, what: str, work: Callable[[], object]) -> None:
-        """Do something with the far location; if it fails, say so and go on."""
+        """Do something with the far location; a failure is only logged."""
         try:
             work()
         except (StorageError, ClosedError) as error:
             log.warning("the far location %s: %s", what, error)
 
     def stored(self, keys: Sequence[bytes], n_bytes: int) -> list[StoredPage]:
-        """The first of these pages as the nearer location has them, about so many bytes, up to one that is damaged.
+        """The first of these pages as the near location has them: about `n_bytes`, up to the first damaged one.
 
         Raises `StorageError`.
         """
@@ -194,7 +193,7 @@ class TieredEngine(Engine):
 
     @handed_over
     def _found(self, ask: Ask, most: int) -> Path:
-        """What the nearer location has of a prompt, or if that is more, the far one; `most` is all of it."""
+        """What the near location has of a prompt, or the far one if that has more; `most` tokens are all of it."""
         failed: StorageError | None = None
         try:
             near = ask(self.lookups)
@@ -209,15 +208,15 @@ class TieredEngine(Engine):
         return Path(tuple(here.get(page.key, page) for page in far.pages), far.n_tokens)
 
     def _ask_far(self, ask: Ask, n_tokens: int) -> Path | None:
-        """What the far location has; None if it fails, or is late, or an earlier question is not answered yet.
+        """What the far location has; None if it fails, is late, or has not answered an earlier lookup.
 
-        `n_tokens` have to be computed without it.
+        Without it `n_tokens` have to be computed.
         """
         seconds = None
         if self._max_delay is not None and not self.write_queue.stores_all:
             known = self.token_seconds
             seconds = max(self._max_delay, SHARE * n_tokens * known) if known else self._max_delay + UNKNOWN_SECONDS
-        # read once: another thread may set it to None
+        # read once: another thread may clear it
         overdue = self._overdue
         if seconds is not None and overdue is not None and not overdue.is_there:
             self.far.counters.count("late_lookups")
@@ -233,7 +232,7 @@ class TieredEngine(Engine):
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
                 return None
-        except Exception as error:  # a fault of the far location must not cost what the nearer one has
+        except Exception as error:  # a fault of the far location must not cost what the near one has
             is_expected = isinstance(error, StorageError | ClosedError) or self.far.is_closed
             level = logging.INFO if is_expected else logging.ERROR
             log.log(level, "the far location was not queried: %s", error, exc_info=None if is_expected else error)
@@ -242,20 +241,20 @@ class TieredEngine(Engine):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _sources(self, pages: Sequence[Page]) -> list[Source]:
-        """Each page from the nearest location that has it; what the far one gives is kept."""
-        # a page is known to be here only if those before it are
+        """Each page from the nearest location that has it. Far pages are kept here."""
+        # lookups find a page in the near location only if they find its ancestors there
         n_near = 0 if self._breaker.is_open else self.n_near(pages)
         near: list[Source] = [(self._fetcher, pages[:n_near], None)] if n_near else []
         if n_near == len(pages):
             return near
-        # both begin together: far pages arrive while near ones are used
+        # both start together, so that far pages arrive while near ones are used
         return [*near, (self.far._fetcher, pages[n_near:], self._keeping(pages))]  # noqa: SLF001 - of this module
 
     def _keeping(self, pages: Sequence[Page]) -> Keep:
-        """Keeps those of these pages that the far location gives, until one is not kept.
+        """A function that keeps far pages in the near location, until one cannot be kept.
 
-        A restore is not to wait for this location, which may hang: its commit finds out what is here already, and what
-        has no parent here.
+        A restore must not wait for the near location, which may hang: what is stored there already, or has no parent
+        there, its commit finds out.
         """
         fetched, goes_on = {page.key for page in pages}, not self.read_only
 
@@ -263,7 +262,7 @@ class TieredEngine(Engine):
             nonlocal goes_on
             if not goes_on or self.is_closed or self._breaker.is_open:
                 return
-            # pages of recurrent memory have only tokens: they are never fetched
+            # pages of recurrent memory hold only tokens, and are never fetched
             is_alone = page.form == SNAPSHOT and page.parent != page.namespace and page.parent not in fetched
             path = self.far.lookups.path(page)[:-1] if is_alone else []
             before = [one for one in path if one.raw_bytes == 0]
@@ -272,7 +271,7 @@ class TieredEngine(Engine):
         return keep
 
     def _keep_one(self, page: Page, state: memoryview) -> bool:
-        """Keep a page, unless it waits already; whether pages after it can be kept."""
+        """Keep a page unless it is pending already; returns whether pages after it can be kept."""
         if self._catalog.get(page.key) is not None:
             return True
         settings = self._settings.get(page.namespace)
@@ -281,7 +280,7 @@ class TieredEngine(Engine):
             return False
         new = PendingPage(page_for(page, is_far=False), settings, buffer)
         buffer.view[:] = state
-        # a kept page is not new: it is neither passed on nor recorded
+        # not a new page: it is neither passed on to the far location nor recorded
         is_kept = self.write_queue.take(new, None)
         if is_kept:
             self.counters.count("kept")
@@ -308,14 +307,14 @@ class TieredEngine(Engine):
 
     @handed_over
     def drain(self) -> None:
-        """As `Engine.drain`; nothing waits for the far location either."""
+        """As `Engine.drain`, of both locations."""
         super().drain()
         if not self.is_closed:
             self._without_far("has not taken all pages queued for it", self.far.drain)
 
     @handed_over
     def sync(self) -> None:
-        """As `Engine.sync`, of both locations; behind memory it is the far one that has to be there."""
+        """As `Engine.sync`, of both locations; if the near one is memory, a failure of the far one is raised."""
         super().sync()
         far, is_kept = self.far, is_persistent(super().location)
         if far.read_only or far.is_closed or (far.is_failing and is_kept):

@@ -14,7 +14,7 @@ from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Removed, beginning_with, subtree
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.eviction import POLICIES, policy_named
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page import Page
 from prefixstore.engine.page_view import PageView, Used
@@ -96,10 +96,8 @@ class Archive(OpenLocation):
         policy: str | None = None,
         key: Key | None = None,
     ) -> None:
-        if policy is not None and policy not in POLICIES:
-            raise InvalidParameterError(
-                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
-            )
+        if policy is not None:
+            policy_named(policy)  # raises if it is unknown
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or DEFAULT_BYTES
@@ -130,7 +128,7 @@ class Archive(OpenLocation):
         engine = Engine(
             self.backend,
             Budget(size),
-            POLICIES[self.policy](),
+            policy_named(self.policy),
             Encoder("raw"),
             Counters(),
             write_behind=False,

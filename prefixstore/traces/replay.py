@@ -14,15 +14,13 @@ from prefixstore.buffers import BufferPool
 from prefixstore.counters import Counters
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.eviction import policy_named
 from prefixstore.engine.page import Path
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.traces.read import Event, Trace
-from prefixstore.units import shown
 
 __all__ = [
     "NAMESPACE",
@@ -44,15 +42,9 @@ class InEngine(AbstractContextManager["InEngine"]):
     """The real engine with one of its policies: a page has one byte, and the capacity counts pages."""
 
     def __init__(self, policy: str, capacity: int) -> None:
-        if policy not in POLICIES:
-            raise InvalidParameterError(
-                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
-            )
-        budget = Budget(1 << 60, max_entries=capacity)
+        order, budget = policy_named(policy), Budget(1 << 60, max_entries=capacity)
         self._counters = Counters()
-        self._engine = Engine(
-            Pages(MemoryBackend()), budget, POLICIES[policy](), Encoder("raw"), self._counters, write_behind=False
-        )
+        self._engine = Engine(Pages(MemoryBackend()), budget, order, Encoder("raw"), self._counters, write_behind=False)
         lease = BufferPool(1 << 20).acquire(1)
         assert lease is not None
         self._lease = lease
