@@ -19,8 +19,8 @@ __all__ = [
     "MIN_SAVING",
     "UNPACKERS",
     "Encoder",
-    "PackingResult",
     "ReadRate",
+    "Trial",
     "choose",
     "encode",
 ]
@@ -72,8 +72,8 @@ class ReadRate:
 
 
 @dataclass(frozen=True)
-class PackingResult:
-    """What a codec achieved on a page: sizes before and after, and the seconds to unpack it in one thread."""
+class Trial:
+    """A page packed by a codec on trial: its sizes before and after, and the seconds to unpack it in one thread."""
 
     raw_bytes: int
     stored_bytes: int
@@ -94,19 +94,17 @@ class PackingResult:
         return self.raw_bytes * seconds_per_byte / max(reading + self.seconds / UNPACKERS, 1e-12)
 
 
-def choose(figures: Mapping[str, PackingResult], seconds_per_byte: float | None) -> str:
-    """The codec for pages like the one on which the candidates achieved this.
+def choose(trials: Mapping[str, Trial], seconds_per_byte: float | None) -> str:
+    """The codec for pages like the one on which the candidates were tried.
 
     `seconds_per_byte` is what reading a stored byte of the location takes; None if nothing was read yet.
     """
     rate = ASSUMED_SECONDS_PER_BYTE if seconds_per_byte is None else seconds_per_byte
     good = {
-        name: figure
-        for name, figure in figures.items()
-        if figure.saving >= MIN_SAVING and figure.speed(rate) >= MIN_SPEED
+        name: trial for name, trial in trials.items() if trial.saving >= MIN_SAVING and trial.speed(rate) >= MIN_SPEED
     }
-    most = max((figure.saving for figure in good.values()), default=0.0)
-    close = [name for name, figure in good.items() if figure.saving >= most - SAVING_TOLERANCE]
+    most = max((trial.saving for trial in good.values()), default=0.0)
+    close = [name for name, trial in good.items() if trial.saving >= most - SAVING_TOLERANCE]
     return min(close, key=lambda name: good[name].seconds, default="raw")
 
 
@@ -143,7 +141,7 @@ class Encoder:
         self.read_rate = ReadRate()
         self._codec = None if codec == "auto" else _parsed(codec)
         # written by several threads without a lock: at worst a page more, or one less, is measured
-        self._known: dict[bytes, dict[str, PackingResult]] = {}
+        self._known: dict[bytes, dict[str, Trial]] = {}
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
@@ -157,19 +155,19 @@ class Encoder:
         if known is not None and n_seen % self.MEASURED_EVERY:
             return encode(raw, choose(known, seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}
-        figures = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
-        self._known[namespace] = figures
-        return packed[choose(figures, seconds_per_byte)]
+        trials = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
+        self._known[namespace] = trials
+        return packed[choose(trials, seconds_per_byte)]
 
 
-def _measure(number: int, stored: Buffer, raw_bytes: int) -> PackingResult:
+def _measure(number: int, stored: Buffer, raw_bytes: int) -> Trial:
     packing = next(packing for packing in PACKINGS.values() if packing.number == number)
     out = np.empty(raw_bytes, np.uint8)
     out.fill(0)  # a restore reuses its buffers, so page faults must not count
     buffers = BufferPool(raw_bytes)
     started = time.perf_counter()
     packing.unpack(memoryview(stored), out.data, buffers)
-    return PackingResult(raw_bytes, len(stored), time.perf_counter() - started)
+    return Trial(raw_bytes, len(stored), time.perf_counter() - started)
 
 
 def _parsed(codec: str) -> tuple[str, int]:

@@ -80,8 +80,8 @@ class AttachedStore(OpenLocation):
         self._alive()
         self._attach(llm)
 
-    def _attach(self, llm: Llama, *, by_itself: bool = False) -> Hook:
-        """`by_itself`: a prompt asks for it, and no caller."""
+    def _attach(self, llm: Llama, *, is_implicit: bool = False) -> Hook:
+        """`is_implicit`: a completion attaches the store, not a caller."""
         from prefixstore.sessions.llama_queue import between_calls  # noqa: PLC0415 - imported where it is used
 
         if self.is_attached(llm):
@@ -89,7 +89,7 @@ class AttachedStore(OpenLocation):
         with between_calls(llm):
             hook = self._make(llm)
             self._hooks[id(llm)] = hook
-            hook.attachment.install(hook, self, by_itself=by_itself)
+            hook.attachment.install(hook, self, is_implicit=is_implicit)
         self._use(hook)
         return hook
 
@@ -333,7 +333,7 @@ class AttachedStore(OpenLocation):
         """The hook of a ``Llama`` whose completion asks; it is attached now if it was not. None if it cannot be."""
         hook = self._find(llm)
         with Guard(self._engine.counters, "miss:not_attached"):
-            hook = hook or self._attach(llm, by_itself=True)
+            hook = hook or self._attach(llm, is_implicit=True)
         if hook is not None:
             self._use(hook)
         return hook

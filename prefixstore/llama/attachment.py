@@ -30,7 +30,7 @@ class Attachment:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._store: Callable[[], object] = lambda: None
-        self._by_itself = False
+        self._is_implicit = False
         self._originals: dict[str, Callable[..., Any] | None] = {}
         self._is_installed = False
 
@@ -45,10 +45,11 @@ class Attachment:
         cache = self._context.llm.cache
         return cache is not None and cache is self._store()
 
-    def install(self, hook: Hook, store: object, *, by_itself: bool = False) -> None:
-        """Replace the methods by those of the hook. The store, the cache through which it saves, is not kept alive.
+    def install(self, hook: Hook, store: object, *, is_implicit: bool = False) -> None:
+        """Replace the methods by those of the hook. The store is not kept alive.
 
-        `by_itself`: a prompt attaches the store, and no caller; then it yields to the next store that is the cache.
+        `is_implicit`: a completion attaches the store, not a caller. Then another store may take its place as the
+        cache.
         Raises `MisuseError` if another store is attached, and `ContextError` if the context cannot be watched.
         """
         context = self._context
@@ -58,14 +59,14 @@ class Attachment:
             found = methods.get(name)
             if isinstance(found, _Replacement):
                 other = found.hook.attachment
-                if other.is_alive and not (other._by_itself and llm.cache is store):  # noqa: SLF001 - of this class
+                if other.is_alive and not (other._is_implicit and llm.cache is store):  # noqa: SLF001 - of this class
                     raise MisuseError(
                         "llm is attached to another PrefixStore; detach() or close() that one first; "
                         "it may be llm.cache"
                     )
                 other.remove()
         BaseLlamaCache.register(type(store))
-        self._store, self._by_itself = weakref.ref(store, lambda _: self.remove()), by_itself
+        self._store, self._is_implicit = weakref.ref(store, lambda _: self.remove()), is_implicit
         try:
             # the watch first: from then on, a method that is not replaced yet is noticed
             context.watch = Watch(context)

@@ -1,4 +1,4 @@
-"""Takes states apart: the pages that are missing, and the snapshot at the end, go into the write queue."""
+"""Divides states into pages and snapshots, and submits what is not stored to the write queue."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["Capture", "Captured", "Place", "memory_of"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the pages of a sequence are, and how long they are."""
+    """Where a sequence is stored: its namespace, and the length of its pages."""
 
     namespace: Namespace
     page_tokens: int
 
     def of_ends(self) -> Place:
-        """Where pages without rows of the window are, and snapshots."""
+        """The place of snapshots and of pages without rows of the window, as a llama-server stores them."""
         return Place(Namespace({**self.namespace.settings, "window": "at the end"}), self.page_tokens)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What was submitted of a state: how many pages and snapshots; and why something is missing, if it is."""
+    """What was submitted of a state: pages and snapshots, their bytes, and why something is missing, if it is."""
 
     n: int = 0
     n_bytes: int = 0
@@ -45,18 +45,20 @@ class Captured:
 
 
 class Capture:
-    """Stores states of sequences.
+    """Submits states of sequences.
 
     Parameters
     ----------
-    engine, place, form, parameters
-        Of the store; where it goes; what goes into pages and what into snapshots; how many snapshots are kept.
+    form
+        What goes into pages, and what into snapshots.
     compute_us
-        How long so many tokens take to compute, in microseconds.
+        How many microseconds it takes to compute so many tokens.
+    parameters
+        Of the store: they say how many snapshots are kept.
     wait
         Whether to wait for space in the queue.
     valued
-        Positions whose snapshots are given up last.
+        Positions whose snapshots are thinned last.
     """
 
     def __init__(
@@ -73,14 +75,14 @@ class Capture:
         self._engine, self._place, self._form = engine, place, form
         self._compute_us, self._parameters, self._wait = compute_us, parameters, wait
         self._valued = valued
-        # what was added and not submitted yet, and what was wanted of the rest
+        # what was added and not handed over yet, and what the queue took of the rest
         self._added: list[PendingPage] = []
         self._wanted: list[PendingPage] = []
 
     def store(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
-        """Submit what is not stored of a state, all of whose tokens are known. Raises `CorruptError` if it lacks any.
+        """Submit what is not stored of a state, whose tokens are all known. Raises `CorruptError` if it lacks some.
 
-        The `state` is None if its layout is not understood; `memory` are its bytes after what says whose state it is.
+        The `state` is None if its layout is not understood; `memory` has its bytes after the magic and the sequence.
         """
         if self._form.has_snapshots:
             return self._store_end(tokens, state, memory)
@@ -103,12 +105,12 @@ class Capture:
         return Captured(pages.n + end.n, pages.n_bytes + end.n_bytes, end.reason)
 
     def needs(self, tokens: Tokens) -> bool:
-        """Whether the snapshot at the end of these tokens is not stored."""
+        """Whether the snapshot at the end of these tokens is still to be captured."""
         parent, boundary = self._last_boundary(tokens)
         return not self._engine.lookups.has(page_key(parent, tokens[boundary:].tobytes(), SNAPSHOT))
 
     def pages(self, tokens: Tokens, state: StateView | None, *, tail: bool = False) -> Captured:
-        """Submit the pages that are not stored: the full ones, with `tail` also the tokens after the last one."""
+        """Submit the full pages that are not stored; with `tail` also the tokens after the last one."""
         key, step = self._place.namespace.key, self._place.page_tokens
         keys = page_keys(key, tokens, step)
         reason = None
@@ -125,23 +127,23 @@ class Capture:
         return self.submit(reason)
 
     def _rows(self, tokens: Tokens, state: StateView | None, start: int) -> Sequence[StateView]:
-        """The page from `start` to the end of `tokens`, in pieces; none if rows are missing."""
+        """The page from `start` to the end of `tokens`, as one piece; none if rows are missing."""
         piece = StateView() if state is None else self._form.page(state, start, len(tokens))
         return [piece] if piece.holds(start, len(tokens)) else []
 
     def snapshot(self, tokens: Tokens, state: StateView, memory: Buffer = b"") -> Captured:
-        """Submit a snapshot at the end of these tokens: a state, or the memory of one that is not understood."""
+        """Submit a snapshot at the end of these tokens: a state, or the memory of one of unknown layout."""
         buffer = self._joined([state], memory)
         if buffer is None:
             return Captured(reason="queue_full")
         return self.snapshot_in(tokens, buffer)
 
     def snapshot_in(self, tokens: Tokens, buffer: PooledBuffer) -> Captured:
-        """Submit a snapshot at the end of these tokens that is in a buffer, which is handed over."""
+        """Submit a snapshot at the end of these tokens, and hand its buffer over."""
         parent, boundary = self._last_boundary(tokens)
         self.add(tokens[boundary:], parent, boundary, buffer, SNAPSHOT)
         captured = self.submit()
-        # those along the sequence that are too many now
+        # now there may be too many along the sequence
         key, step = self._place.namespace.key, self._place.page_tokens
         keep, interval = self._parameters.max_snapshots, self._parameters.snapshot_interval
         if self._engine.write_queue.thin(key, tokens, step, keep, interval, self._valued):
@@ -149,7 +151,7 @@ class Capture:
         return captured
 
     def _last_boundary(self, tokens: Tokens) -> tuple[bytes, int]:
-        """Key and boundary of the last full page."""
+        """Key of the last full page, or of the namespace, and the boundary where it ends."""
         step = self._place.page_tokens
         keys = page_keys(self._place.namespace.key, tokens, step)
         return keys[-1] if keys else self._place.namespace.key, len(keys) * step
@@ -164,7 +166,7 @@ class Capture:
                 assembly.write(buffer.view, pieces)
         return buffer
 
-    # -- what is submitted together -----------------------------------------------------------------------------------
+    # -- pages that are submitted together ----------------------------------------------------------------------------
 
     # Handing a page over takes longer than copying it while the thread that writes computes. So the pages of one state
     # are handed over together, after they were copied.
@@ -173,13 +175,13 @@ class Capture:
         """A buffer for a page; None if too much is queued."""
         buffer = self._engine.write_queue.acquire(size)
         if buffer is None:
-            # these may be what others wait for
+            # handed over first: the queue may be full of these
             self._hand_over()
             buffer = self._engine.write_queue.acquire(size, wait=self._wait)
         return buffer
 
     def add(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> None:
-        """Have a page or a snapshot written at the next `submit`, of the tokens from `start` on; owns the buffer."""
+        """Add a page or a snapshot of the tokens from `start` on to the next `submit`; owns the buffer."""
         namespace, end = self._place.namespace, start + len(tokens)
         with released_on_error(buffer):
             # losing a snapshot costs recomputing about one interval
@@ -190,13 +192,13 @@ class Capture:
             )
         self._added.append(page)
         if sum(new.n_bytes for new in self._added) >= BATCH_BYTES:
-            # no more than that is written at once
+            # one commit writes no more than that
             self._hand_over()
 
     def submit(self, reason: str | None = None) -> Captured:
-        """Submit what was added; what of it is wanted, the rest being stored already. `reason`: why not everything was.
+        """Submit what was added, parents before their children; counts what the queue took: the rest is stored already.
 
-        Parents come before their children.
+        `reason` says why not everything was added.
         """
         self._hand_over()
         wanted, self._wanted = self._wanted, []
@@ -210,7 +212,7 @@ class Capture:
 
 
 def memory_of(state: Buffer) -> memoryview:
-    """The memory in what ``llama_state_seq_get_data`` wrote. Raises `CorruptError` if it is something else."""
+    """The memory in what ``llama_state_seq_get_data`` wrote. Raises `CorruptError` for other bytes."""
     view = memoryview(state)
     if len(view) <= PAIR.size or view[: U32.size] != SEQUENCE_0[: U32.size]:
         raise CorruptError("these bytes are not the state of a sequence")

@@ -1,4 +1,4 @@
-"""The strategy for memory that can step back: captures pages into the write queue, and restores stored ones."""
+"""The strategy for memory that can step back: its state is captured and restored in pages."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class PageStrategy(Strategy):
     def __init__(self, context: Context, memory: PagedMemory) -> None:
         super().__init__(context)
         self._memory = memory
-        # where a llama-server stores what it has of a window
+        # where a llama-server stores snapshots of a sliding window
         self._ends = self.place.of_ends() if memory.seen is not None else None
-        # The longest sequence that is known to be stored or captured: what follows it in the context was computed since
-        # it was looked up, so the location need not be asked again. What others have stored meanwhile is found when it
-        # is to be written. And the engine's losses then.
+        # The longest sequence that is known to be stored or captured, and the engine's losses at that time. What comes
+        # after it was computed since it was looked up, so the location need not be asked again. If another process has
+        # stored that meanwhile, the commit finds it.
         self._known: tuple[Tokens, int] | None = None
-        # how many pages were not worth capturing so far, and of what such pages were given up last
+        # how many pages were not worth capturing this time, and the context in which that was counted last
         self._n_slow = 0
         self._left: tuple[object, ...] = ()
         self._has_warned = False
@@ -57,22 +57,22 @@ class PageStrategy(Strategy):
         return not self._waits_for_the_end()
 
     def _waits_for_the_end(self) -> bool:
-        """Whether pages are captured when the completion ends: on a GPU that would delay its first token."""
+        """Whether pages are captured when the completion ends, since on a GPU capturing would delay its first token."""
         context, memory = self.context, self._memory
         step = context.lineage.page_tokens
-        # rows of a window may be overwritten before; and what is evaluated by hand has no end that is seen
+        # rows of a window may be overwritten before that, and an evaluation outside a completion has no visible end
         if not memory.is_on_gpu or memory.overwrites_window or not running_completion(context.llm):
             return False
         if context.rate.captures_along(step, self._n_copies(step)):
             return False
-        # then all of it has to fit into the queue
+        # all of it has to fit into the queue then
         n_waiting = context.lineage.n - (len(self._known[0]) if self._known is not None else 0)
         return memory.largest(n_waiting) < context.parameters.queue_bytes / 2
 
     def before_leaving(self) -> None:
         """Capture the tail: a completion that was aborted has not saved it."""
         lineage = self.context.lineage
-        # it is left more than once: for a lookup, and when it is emptied
+        # this is called more than once: for a lookup, and when the context is emptied
         if self.context.catch_up() and self._left != (left := (lineage.n, *lineage.keys()[-1:])):
             self.capture(tail=True)
             if self._n_slow:
@@ -80,10 +80,10 @@ class PageStrategy(Strategy):
                 self._left = left
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Take the pages that are not stored, with `tail` also the tokens after the last boundary."""
+        """Capture the pages that are not stored; with `tail`, also the tokens after the last boundary."""
         context, engine, lineage = self.context, self.context.engine, self.context.lineage
         if wait:
-            # whoever asks for it, and waits, may have deleted something elsewhere
+            # the caller may have deleted pages by another way: ask the location
             self._known = None
         self._n_slow = 0
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
@@ -110,7 +110,7 @@ class PageStrategy(Strategy):
             missing = self._memory.take(wanted, to.acquire, add)
             copying = time.perf_counter() - started - handing_over
         finally:
-            # after an error or a Ctrl-C, too: what was copied is good
+            # even after an error or a Ctrl-C: pages that were copied are good
             n_submitted = to.submit().n
         if n_taken:
             end = wanted[n_taken - 1][1]
@@ -123,13 +123,13 @@ class PageStrategy(Strategy):
         engine.counters.time("capture", time.perf_counter() - started)
         if n_taken and not wait:
             n_tokens = wanted[n_taken - 1][1] - wanted[0][0]
-            # a few tokens take little, but for what each copy takes
+            # copies of fewer tokens say little about the rate
             if n_tokens >= lineage.page_tokens:
                 context.rate.captured(self._n_copies(n_tokens), copying)
         return n_submitted
 
     def _warn_once(self) -> None:
-        """Say that capturing takes longer than computing, and what helps."""
+        """Log, once, that capturing takes longer than computing, and what helps."""
         is_transposed = self._memory.shape is not None and self._memory.shape.is_transposed
         hint = ": pass flash_attn=True, since llama.cpp copies each channel of V by itself without it"
         if not self._has_warned:
@@ -139,7 +139,7 @@ class PageStrategy(Strategy):
         self._has_warned = True
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
-        """First position and boundary of each page to take. Skips pages whose parent cannot be stored."""
+        """First position and boundary of each page to capture, up to one that the context no longer holds."""
         lineage, step = self.context.lineage, self.context.lineage.page_tokens
         keys = lineage.keys()
         known, losses = self._known or ((), 0)
@@ -170,7 +170,7 @@ class PageStrategy(Strategy):
         at_end = self._at_end(tokens, limit, multiple_of)
         if self._ends is not None and at_end.n_tokens > max(n, live, context.parameters.min_tokens - 1):
             return self._resume(self._ends, None, tokens, limit, live, always=always, multiple_of=multiple_of)
-        # pages inside the live prefix are used as well: they are kept for it
+        # pages inside the live prefix count as used, too: it will need them when it is restored again
         used = path.pages[: -(-n // lineage.page_tokens)]
         settled = self._without_restore(self.place, tokens, limit, path.n_tokens, n, used, live)
         if settled is not None:
@@ -178,7 +178,7 @@ class PageStrategy(Strategy):
         # reload the whole page in which the live prefix ends; if the context is not fully known, reload everything
         first = live // lineage.page_tokens if lineage.unknown is None else 0
         if not always and not self._is_worth(used[first:], n - live):
-            # what is near may be worth it all the same
+            # the pages of the near location alone may be worth it
             n_near = context.engine.n_near(used)
             n = min(used[n_near - 1].end, n) if first < n_near < len(used) else 0
             n -= n % multiple_of
@@ -193,7 +193,7 @@ class PageStrategy(Strategy):
         return True
 
     def _at_end(self, tokens: Tokens, limit: int, multiple_of: int = 1) -> Path:
-        """What a llama-server has stored of a prompt, of whose window only the last rows are there."""
+        """The snapshot of a prompt that a llama-server has stored, with only the last rows of its window."""
         if self._ends is None:
             return Path((), 0)
         key, step = self._ends.namespace.key, self._ends.page_tokens
@@ -205,7 +205,7 @@ class PageStrategy(Strategy):
         return self.context.rate_of(pages).is_worth(n_tokens, self._n_copies(len(pages) * step))
 
     def _n_copies(self, n_tokens: int) -> float:
-        """How often a page could be copied in the time that so many tokens take, which may be copied together."""
+        """The time that copying so many tokens takes, together if they are, in copies of a single page."""
         return n_tokens / self.context.lineage.page_tokens + COPIES_TOGETHER * self._memory.copies_together
 
     def path(self, tokens: Tokens, limit: int) -> Path:
@@ -235,9 +235,9 @@ class PageStrategy(Strategy):
         deadline: Deadline | None,
         multiple_of: int,
     ) -> bool:
-        """Load the pages of a prompt from number `first` on; whether any was loaded.
+        """Load the pages of a prompt from number `first` on; returns whether any was loaded.
 
-        `live` tokens of the prompt are in the context, and after that a multiple of `multiple_of`.
+        The context holds `live` tokens of the prompt before, and a multiple of `multiple_of` after.
         """
         started = time.perf_counter()
         context, step = self.context, self.context.lineage.page_tokens
@@ -245,7 +245,7 @@ class PageStrategy(Strategy):
         n_near = context.engine.n_near(pages)
         n_good, is_kept = self._copy(prompt, pages, multiple_of, deadline)
         if n_good < len(pages):
-            # what is damaged, or gone, is captured again
+            # pages that are damaged or gone will be captured again
             self._known = None
         is_late = deadline is not None and n_good < len(pages) and deadline.left(n_good) <= 0
         if is_late and is_kept:
@@ -253,10 +253,10 @@ class PageStrategy(Strategy):
             seconds = (time.perf_counter() - started) / (n_good + 1)
             rate.late(pages[n_good : n_good + 1], seconds, self._n_copies(step))
         elif n_good <= n_near < len(pages) and is_kept:
-            # the first of the pages that are far has not come
+            # no far page has arrived
             context.far_rate.restored(self._n_copies(step), time.perf_counter() - started)
         if not is_kept and first + n_good:
-            # the live prefix went with what was rejected: load it too, and verify each page before it is copied
+            # the context was emptied with its live prefix: load that too, and verify each page before it is copied
             pages = path[: first + n_good]
             n_good, is_kept = self._copy(prompt, pages, multiple_of, along=False)
         if not (n_good and is_kept):
@@ -277,14 +277,14 @@ class PageStrategy(Strategy):
         *,
         along: bool = True,
     ) -> tuple[int, bool]:
-        """Copy pages of a prompt into the context, and cut off what it held from the first of them on.
+        """Copy pages of a prompt into the context, in place of what it held from the first of them on.
 
-        Whatever happens, the context then holds verified pages and what was there before them, or nothing: what cannot
-        be verified is discarded, and everything else in the context with it. Returns how many of the pages are good,
-        and whether the context was kept, or emptied.
+        Whatever happens, the context holds what was before the pages and verified pages then, or nothing: if a page
+        turns out to be bad, the whole context is emptied. Returns how many of the pages are good, and whether the
+        context was kept.
 
-        The prompt has the tokens before the pages as well; the last page may reach beyond it. With `along`, pages are
-        copied while they are verified, instead of afterwards.
+        The prompt includes the tokens before the pages; the last page may reach beyond it. With `along`, pages are
+        verified while they are copied, instead of before.
         """
         context, memory = self.context, self._memory
         unfinished, (admit, look) = memory.unfinished, self._checks()
@@ -296,7 +296,7 @@ class PageStrategy(Strategy):
             ) as states:
                 for page, state in zip(pages, states, strict=False):
                     if not unfinished.unverified:
-                        # only once there is a page to replace what is cut
+                        # only once there is a page to replace what is cut off
                         unfinished.begin("unverified")
                         context.set_live(prompt[: page.start])
                         memory.cut(page.start)
@@ -313,8 +313,8 @@ class PageStrategy(Strategy):
             log.warning("a restore ended early: %s", error)
             context.engine.counters.count("unreadable:unavailable")
         finally:
-            # After any other error, too. A page that was verified need not be in the context: llama.cpp has refused it,
-            # or its load was interrupted.
+            # After any other error, too. A verified page need not be in the context: llama.cpp may have refused it, or
+            # its load was interrupted.
             n_good = min(states.n_verified, loader.n_loaded) if states is not None else 0
             is_kept = not unfinished.unverified
             if states is not None and not is_kept:
@@ -331,7 +331,7 @@ class PageStrategy(Strategy):
         return n_good, is_kept
 
     def _checks(self) -> tuple[Admit, Look]:
-        """Whether a page may be read, and whether its state can be used."""
+        """The functions that decide whether a page may be read, and whether its state can be used."""
         memory = self._memory
         if memory.shape is not None and memory.shape_is_own:
             known = self._restore_of(Form.rows(memory.shape))

@@ -1,6 +1,7 @@
-"""Puts states together: finds what is stored of a prompt, and joins it into one state.
+"""Finds what is stored of a prompt, and joins it into one state.
 
-Slots and sequences of servers are restored so, and snapshots of a live context. Its pages go in one by one (`pages`).
+This restores slots and sequences of servers, and snapshots of a live context. The pages of a live context are loaded
+one by one instead (`page_strategy`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import PAIR, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
-__all__ = ["Buffers", "Found", "Frame", "Joined", "Positions", "Restore", "StateBuffer", "of_sequence"]
+__all__ = ["Found", "Frame", "Joined", "Positions", "Restore", "StateBuffer", "StateBuffers", "of_sequence"]
 
 log = logging.getLogger("prefixstore")
 
 Positions: TypeAlias = Sequence[npt.NDArray[np.int32]]
 Frame: TypeAlias = Callable[[StateShape, Positions, int, Buffer], Assembly]
-"""Says whose a state is: makes an `Assembly` of a shape, positions, the number of tokens, and a recurrent part."""
+"""Makes an `Assembly` with the head of its owner: from a shape, positions, the number of tokens, a recurrent part."""
 
 
 class StateBuffer(Protocol):
@@ -43,11 +44,11 @@ class StateBuffer(Protocol):
         """The memory."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Return it to where it came from."""
 
 
-class Buffers(Protocol):
-    """Lends memory for states, such as an unbounded `BufferPool`."""
+class StateBuffers(Protocol):
+    """A supply of memory for states, such as an unbounded `BufferPool`."""
 
     def acquire(self, size: int) -> StateBuffer | None:
         """Memory of this size."""
@@ -55,9 +56,9 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What is stored of a prompt: how many tokens can be restored, and from which pages.
+    """What can be restored of a prompt: how many tokens, and from which pages.
 
-    Some pages may hold only tokens. The last one may be a snapshot, which is of use only at its end.
+    Some pages may hold only tokens. The last one may be a snapshot, which can be resumed only at its end.
     """
 
     n_tokens: int = 0
@@ -65,7 +66,7 @@ class Found:
 
     @property
     def read(self) -> tuple[Page, ...]:
-        """The pages that must be read for it."""
+        """The pages that have to be read: the last one, and those that hold rows."""
         return (*(page for page in self.pages[:-1] if page.raw_bytes), *self.pages[-1:])
 
     @property
@@ -81,13 +82,13 @@ class Joined:
     Attributes
     ----------
     data
-        The state of the first `n_good` tokens; None if there is none.
+        The state of the first `n_good` tokens; None if nothing can be restored.
     n_good
-        How many tokens the pages hold before the first one that could not be used.
+        How many tokens come before the first page that could not be used.
     is_late
         Whether a snapshot was given up because it took longer than computing would.
     buffer
-        What `data` is the memory of; None if it is a page's own.
+        Where `data` is; None if that is the payload of a page.
     """
 
     data: memoryview | None
@@ -97,15 +98,17 @@ class Joined:
 
 
 class Restore:
-    """Joins what is stored.
+    """Finds and joins what is stored.
 
     Parameters
     ----------
-    engine, form, rate, buffers
-        Of the store; what pages and snapshots hold; how fast tokens are computed; memory for states.
+    form
+        What pages and snapshots hold.
+    rate
+        How fast tokens are computed.
     largest
-        The most bytes that a page or a snapshot can have, if of the form no more than the window is known: then a
-        snapshot and its pages show it.
+        The most bytes that a page or a snapshot can have. To be given if nothing but the window is known of the form,
+        which is then read from the snapshot and its pages.
     seen
         How many rows of its window a state joined from pages gets; None for all.
     hides
@@ -117,7 +120,7 @@ class Restore:
         engine: Engine,
         form: Form,
         rate: ComputeRate,
-        buffers: Buffers,
+        buffers: StateBuffers,
         *,
         largest: Callable[[Page], int] | None = None,
         seen: int | None = None,
@@ -128,7 +131,7 @@ class Restore:
         self._shape = form.shape or StateShape()
 
     def find(self, place: Place, prompt: Tokens, limit: int, multiple_of: int = 1) -> Found:
-        """What is stored of the first `limit` tokens of a prompt. Raises `StorageError`."""
+        """What can be restored of the first `limit` tokens of a prompt. Raises `StorageError`."""
         key, step = place.namespace.key, place.page_tokens
         if self._form.has_snapshots:
             if limit < 1:
@@ -145,11 +148,11 @@ class Restore:
     def joined(
         self, prompt: Tokens, found: Found, frame: Frame, *, live: int = 0, waits: bool = False
     ) -> AbstractContextManager[Joined]:
-        """The state of a prompt, which is stored. It is valid until the block is left.
+        """The state of what was found of a prompt, valid until the block is left. Raises `StorageError`.
 
-        If a page is damaged or late, it is the state of the pages before that one; where something cannot be cut there
-        is none. If it is given up, `live` of the tokens need not be computed; with `waits` there is no deadline.
-        Raises `StorageError`.
+        If a page is damaged or late, it is the state of the pages before that one, or none where a state cannot be cut.
+        The context holds `live` of the tokens, which need not be computed if the restore is given up. With `waits`
+        there is no deadline.
         """
         tokens, whole = prompt[: found.n_tokens], len(found.read) if found.is_snapshot else None
         # nothing of a snapshot can be used before all of it has come
@@ -178,7 +181,7 @@ class Restore:
                 pages, streamed=True, look=self.fits, admit=self.admits, deadline=deadline
             ) as states:
                 for page, state in zip(pages, states, strict=False):
-                    # some are verified while they are copied: the state is complete only if all of them are good
+                    # pages are verified while they are copied: the state is good only if all of them are
                     assembly.add(parse_sequence(state).cut(page.start, min(page.end, n), window_from=window_from))
                 n_verified = states.verified()
             n_good = min(pages[n_verified - 1].end, n) if n_verified else 0
@@ -186,7 +189,7 @@ class Restore:
                 assembly.close()
                 yield Joined(buffer.view, n, buffer=buffer)
             elif n_good and self._seen is None:
-                # from what was joined for a longer one: reading it again could be late again
+                # cut from what was joined already: reading the pages again could be late again
                 shorter = frame(self._shape, self._positions(n_good, 0), n_good, b"")
                 smaller = self._buffer(shorter.size)
                 try:
@@ -237,7 +240,7 @@ class Restore:
         try:
             parsed = parse_sequence(state)
         except CorruptError:
-            return state  # that is for llama.cpp to say
+            return state  # llama.cpp will accept or refuse it
         if not Form.ends(parsed, self._form.window).is_complete(parsed, n):
             # as if the pages before it had been stored without rows
             raise CorruptError("rows of a whole state are missing")

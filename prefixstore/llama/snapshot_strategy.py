@@ -1,9 +1,9 @@
-"""The strategy for memory that cannot step back: captures snapshots, and has stored ones restored.
+"""The strategy for memory that cannot step back: its state is captured and restored as snapshots.
 
 A snapshot is what is needed to resume at one position. For recurrent memory that is its whole state; the pages before
-it are empty, and hold only tokens. For hybrid memory it is the recurrent part, copied while the context is at that
-position, and the rows of attention since the last boundary. Rows are final once they are computed, so they are cut out
-of a state that is copied later, once for all snapshots of a prompt, together with the pages.
+it hold only tokens. For hybrid memory it is the recurrent part, copied while the context is at that position, and the
+rows of attention since the last boundary. Rows are final once they are computed, so they are cut out of a copy of the
+state that is made later, once for all snapshots of a prompt and for its pages.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["SnapshotStrategy"]
 
 log = logging.getLogger("prefixstore")
 
-# While a prompt is evaluated, its rows are copied once a quarter of them is new; the rest at the end of the turn. So
-# the cost of copying is in proportion to what was computed.
+# After a prompt is evaluated, its rows are copied at once if at least a quarter of them is new, else at the end of the
+# turn. So the cost of copying is in proportion to what was computed.
 WORTH_COPYING = 4
-# A stop takes about as long as the computation of so many tokens in a batch.
+# a stop takes about as long as computing this many tokens in a batch
 MIN_GAP = 64
 
 
@@ -55,10 +55,10 @@ class SnapshotStrategy(Strategy):
         super().__init__(context)
         self.form: Form | None = None
         self.waiting: dict[int, PooledBuffer] = {}
-        # the generation of the lineage that they belong to
+        # the generation of the lineage to which `waiting` belongs
         self._generation = context.lineage.generation
         self._token_kind = token_kinds(context.llm)
-        # positions in the last prompt
+        # positions in the last prompt whose snapshots are thinned last
         self._valued: list[int] = []
 
     # -- restore ------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class SnapshotStrategy(Strategy):
             min_tokens=parameters.min_tokens,
             min_gap=min(MIN_GAP, interval),
         )
-        # these stay when snapshots are thinned, also those that a restored prompt has already
+        # these are thinned last, including those that a restored prompt has already
         self._valued = found(most=parameters.max_snapshots // 2 + 1)[:-1]
         return found(
             start=lineage.n,
@@ -113,7 +113,7 @@ class SnapshotStrategy(Strategy):
         return self.context.lineage.n in stops
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Take a snapshot at the current position; with `tail`, copy the rows of those that wait."""
+        """Take a snapshot at the current position; with `tail`, copy the rows of all snapshots that wait."""
         context, lineage = self.context, self.context.lineage
         self._drop_outdated()
         captured = 0
@@ -127,7 +127,7 @@ class SnapshotStrategy(Strategy):
         return captured
 
     def prompt_evaluated(self) -> None:
-        """Copy the rows of the prompt's snapshots, if they are a large part of all that must be copied."""
+        """Copy the rows of the prompt's snapshots now if enough of them are new; see `WORTH_COPYING`."""
         if not self.waiting:
             return
         lineage, step = self.context.lineage, self.context.lineage.page_tokens
@@ -150,7 +150,7 @@ class SnapshotStrategy(Strategy):
         return Capture(context.engine, self.place, form, rate, parameters, wait=wait, valued=self._valued)
 
     def _take(self, *, wait: bool) -> int:
-        """Take a snapshot; how many pages and snapshots will be written."""
+        """Take a snapshot; returns how many pages and snapshots will be written."""
         context, memory = self.context, self.context.memory
         tokens = context.lineage.tokens
         if not memory.holds(len(tokens)):
@@ -173,21 +173,21 @@ class SnapshotStrategy(Strategy):
         return captured
 
     def _drop_outdated(self) -> None:
-        """Drop the snapshots that wait, if the context has moved to other tokens since."""
+        """Drop waiting snapshots if the context has moved to other tokens since."""
         generation = self.context.lineage.generation
         if self._generation != generation:
             self._release("dropped:moved_on")
             self._generation = generation
 
     def _release(self, dropped: str | None = None) -> None:
-        """Release the snapshots that wait, and count them as dropped for this reason."""
+        """Release the buffers of waiting snapshots; with a reason, count them as dropped."""
         if dropped is not None and self.waiting:
             self.context.engine.counters.count(dropped, len(self.waiting))
         while self.waiting:
             self.waiting.popitem()[1].release()
 
     def _copy_rows(self, *, wait: bool) -> int:
-        """Submit the pages that are missing, and all snapshots that wait, from one copy of the state; how many."""
+        """Submit missing pages and all waiting snapshots, from one copy of the state; returns how many."""
         if not self.waiting:
             return 0
         captured = 0

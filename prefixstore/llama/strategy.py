@@ -1,4 +1,4 @@
-"""How a context is stored: what all kinds of memory have in common."""
+"""How a context is captured and restored: what the strategies for all kinds of memory have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ATTEMPTS", "Strategy"]
 
 log = logging.getLogger("prefixstore")
 
-# if a snapshot is damaged, or one of its pages, try the previous one
+# how many snapshots are tried, the deepest first, if one of them or of their pages is damaged
 ATTEMPTS = 3
 
 
@@ -45,10 +45,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Capture what is not stored of a known context; returns the number of pages and snapshots to be written.
+        """Capture what is not stored of a known context; returns how many pages and snapshots will be written.
 
-        With `tail`, this is the end of a turn, and everything that remains is captured. With `wait`, it waits while the
-        write queue is full, instead of skipping something.
+        With `tail`, at the end of a turn, everything that remains is captured. With `wait`, it waits while the write
+        queue is full instead of skipping pages.
         """
 
     def prompt_evaluated(self) -> None:  # noqa: B027 - pages need nothing
@@ -62,22 +62,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        """Restore the longest stored prefix of a prompt, at most `limit` tokens; `always`: even if computing is faster.
+        """Restore the longest stored prefix of a prompt, at most `limit` tokens, up to a multiple of `multiple_of`.
 
-        The restored position is a multiple of `multiple_of`. True if something was restored, or if the context already
-        held as much of the prompt as the store can supply. Raises `StorageError` if the location cannot be asked.
+        With `always`, even if computing is faster. Returns True if something was restored, or if the context already
+        held as much of the prompt as the store has. Raises `StorageError` if the location cannot be read.
         """
 
     @abstractmethod
     def path(self, tokens: Tokens, limit: int) -> Path:
-        """What the store can supply of the first `limit` tokens of a prompt. Raises `StorageError`."""
+        """What the store has of the first `limit` tokens of a prompt. Raises `StorageError`."""
 
     def stored(self, tokens: Tokens, limit: int) -> int:
-        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+        """How many of the first `limit` tokens of a prompt the store has. Raises `StorageError`."""
         return min(self.path(tokens, limit).n_tokens, limit)
 
     def place_of(self, tokens: Tokens) -> tuple[Place, Kind]:
-        """Where the most of a prompt is stored, and as what. Raises `StorageError`."""
+        """Where most of a prompt is stored, and in which form. Raises `StorageError`."""
         del tokens
         return self.place, self.context.kind
 
@@ -86,11 +86,11 @@ class Strategy(ABC):
         """How much of a prompt the context holds and can continue from."""
 
     def keeps(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
-        """Whether an unknown context stays for this prompt; if not, it is emptied.
+        """Whether the contents of an unknown context are kept for this prompt; if not, it is emptied.
 
-        It stays if user code has prepared it since the last completion, and it has more of the prompt than the store.
-        llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
-        nothing that is computed after it can be stored; but always where it has what cannot be computed again.
+        They are kept if user code has prepared the context since the last completion, and it has more of the prompt
+        than the store: llama-cpp-python then continues from it, as it does without a store. That is for one prompt
+        only, since nothing that is computed after it can be stored. What cannot be computed again is always kept.
         """
         context, llm, lineage = self.context, self.context.llm, self.context.lineage
         is_fresh, lineage.is_fresh = lineage.is_fresh, False
@@ -98,9 +98,9 @@ class Strategy(ABC):
             return True
         live = context.live_prefix(tokens)
         is_prepared = {
-            # it may be continued from its middle
+            # the prompt may continue it from its middle
             Unknown.LOADED_STATE: live >= context.parameters.min_tokens,
-            # what a handler has put together is continued from its end
+            # a context that a chat handler has prepared is continued from its end
             Unknown.CHANGED: 0 < live == llm.n_tokens == context.memory.end(),
         }
         if (
@@ -116,9 +116,9 @@ class Strategy(ABC):
     def _without_restore(
         self, place: Place, tokens: Tokens, limit: int, n_matched: int, n: int, used: Sequence[Page], live: int
     ) -> bool | None:
-        """What a lookup returns that restores nothing; None if something is to be restored.
+        """The result of a lookup that has nothing to restore; None if something is to be restored.
 
-        Of the prompt, `n_matched` tokens are stored there; `n` of them are of use, and in the pages `used`; `live` are
+        Of the prompt, `n_matched` tokens are stored, `n` of them can be restored, from the pages `used`, and `live` are
         in the context.
         """
         context = self.context
@@ -136,7 +136,7 @@ class Strategy(ABC):
         return None
 
     def _restore_of(self, form: Form | None) -> Restore:
-        """A `Restore` for states of this form; with None, the form is read from a snapshot and its pages."""
+        """A `Restore` of states of this form; with None, the form is read from the stored states."""
         context, memory = self.context, self.context.memory
         largest = None if form is not None else lambda page: memory.largest(page.end)
         form = form or Form(window=memory.seen)
@@ -145,10 +145,9 @@ class Strategy(ABC):
     def _resume(
         self, place: Place, form: Form | None, tokens: Tokens, limit: int, live: int, *, always: bool, multiple_of: int
     ) -> bool:
-        """Restore the deepest snapshot of a prompt, unless the context is as far already; see `restore`.
+        """Restore the deepest snapshot of a prompt, unless the context holds as much; see `restore`.
 
-        The `form` of its states is None if it is not known. The context holds `live` tokens of the prompt, and can
-        continue from there.
+        The `form` of its states is None if it is not known. The context can continue after `live` tokens of the prompt.
         """
         context, restore = self.context, self._restore_of(form)
         for i in range(ATTEMPTS):
@@ -167,7 +166,7 @@ class Strategy(ABC):
             with restore.joined(tokens, found, of_sequence, live=live, waits=always) as joined:
                 if joined.is_late:
                     rate.late(pages, time.perf_counter() - started)
-                    # an earlier one would be another wait
+                    # do not wait again for an earlier one
                     break
                 is_loaded = joined.data is not None and self._put(tokens[:n], joined.data)
             if is_loaded:
@@ -182,7 +181,7 @@ class Strategy(ABC):
         return False
 
     def _put(self, prompt: Tokens, state: memoryview) -> bool:
-        """Replace what the context holds by a state of this prompt; whether llama.cpp accepted it."""
+        """Replace what the context holds by a state of this prompt; returns whether llama.cpp accepted it."""
         context = self.context
         with context.loading():
             is_loaded = context.memory.put(state, len(prompt))
@@ -191,6 +190,6 @@ class Strategy(ABC):
         if not is_loaded:
             log.warning("llama.cpp refused a snapshot of %s tokens", f"{len(prompt):,}")
             context.engine.counters.count("unreadable:refused")
-            # a context that was emptied names no tokens any more
+            # the context is empty now
             context.catch_up()
         return is_loaded

@@ -15,7 +15,7 @@ from prefixstore.errors import BusyError, ContextError, InvalidParameterError, N
 from prefixstore.results import SessionCounts
 from prefixstore.sessions.llama_queue import Ticket, in_thread, queue_of
 from prefixstore.sessions.session import Session
-from prefixstore.sessions.table import SessionEntry, Table, Turn
+from prefixstore.sessions.table import SessionState, Table, Turn
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sessions:
     def __repr__(self) -> str:
         return f"Sessions({len(self._table.entries)} of {self.max_sessions}, {self._store!r})"
 
-    def _is_leased(self, entry: SessionEntry) -> bool:
+    def _is_leased(self, entry: SessionState) -> bool:
         return self.turn is not None and self.turn.entry is entry
 
     # -- admission ----------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Sessions:
             self._table.look_up(name)
             llm: Any = self.hook.llm
             with self._table.lock:
-                entry = self._table.entries.get(name) or SessionEntry(name)
+                entry = self._table.entries.get(name) or SessionState(name)
                 turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
                 session = Session(self, turn, ticket)
                 self.turn = turn

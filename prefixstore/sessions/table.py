@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from prefixstore.llama.hook import Hook
     from prefixstore.sessions.llama_queue import Ticket
 
-__all__ = ["SessionEntry", "Table", "Turn"]
+__all__ = ["SessionState", "Table", "Turn"]
 
 
 @dataclass(eq=False)
-class SessionEntry:
+class SessionState:
     """What is known of a session, whether it has the ``Llama`` or not.
 
     Attributes
@@ -56,7 +56,7 @@ class Turn:
         The cache of the ``Llama`` before, and how many tokens it had evaluated.
     """
 
-    entry: SessionEntry
+    entry: SessionState
     ticket: weakref.ref[Ticket]
     cache: object
     n_evaluated: int
@@ -77,14 +77,14 @@ class Table:
     """
 
     def __init__(
-        self, engine: Engine, hook: Hook, max_sessions: int, min_tokens: int, is_leased: Callable[[SessionEntry], bool]
+        self, engine: Engine, hook: Hook, max_sessions: int, min_tokens: int, is_leased: Callable[[SessionState], bool]
     ) -> None:
         self._engine, self._hook, self._namespace = engine, hook, hook.context.namespace.key
         self._max_sessions, self._min_tokens, self._is_leased = max_sessions, min_tokens, is_leased
-        self.entries: dict[str, SessionEntry] = {}
+        self.entries: dict[str, SessionState] = {}
         self.lock = threading.Lock()
 
-    def used(self, entry: SessionEntry) -> list[SessionEntry]:
+    def used(self, entry: SessionState) -> list[SessionState]:
         """Make a session the last used one; those evicted for it, which are to be forgotten. Called under the lock."""
         self.entries.pop(entry.name, None)
         self.entries[entry.name] = entry
@@ -98,7 +98,7 @@ class Table:
             del self.entries[each.name]
         return free[:surplus]
 
-    def forget(self, entries: Sequence[SessionEntry]) -> None:
+    def forget(self, entries: Sequence[SessionState]) -> None:
         """Sessions were evicted: their names are removed."""
         for entry in entries:
             self._engine.counters.count("session_evicted")
@@ -106,7 +106,7 @@ class Table:
                 # not if another process has continued it
                 self._engine.write_queue.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
 
-    def hold(self, entry: SessionEntry, tokens: Tokens) -> None:
+    def hold(self, entry: SessionState, tokens: Tokens) -> None:
         """Note what a session holds from now on, and save it."""
         with self._hook.guard():
             with self.lock:
@@ -115,7 +115,7 @@ class Table:
                 entry.tokens, entry.set_at = tokens, _now(entry.set_at)
             self._save(entry)
 
-    def discard(self, entry: SessionEntry) -> None:
+    def discard(self, entry: SessionState) -> None:
         """Have a session hold nothing any more."""
         self._engine.counters.count("session_discarded")
         with self.lock:
@@ -167,9 +167,9 @@ class Table:
             tokens = self._engine.bookmarks.tokens(self._namespace, bookmark)
         if tokens is None:
             return
-        entry = SessionEntry(name, tokens, bookmark.generation, bookmark.set_at)
+        entry = SessionState(name, tokens, bookmark.generation, bookmark.set_at)
         with self.lock:
-            there = self.entries.get(name) or SessionEntry(name)
+            there = self.entries.get(name) or SessionState(name)
             # not if it was set here meanwhile
             if self._is_leased(there) or there.set_at >= entry.set_at:
                 return
@@ -204,7 +204,7 @@ class Table:
     def _looking_up(self) -> Guard:
         return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
 
-    def _save(self, entry: SessionEntry) -> None:
+    def _save(self, entry: SessionState) -> None:
         """Have the name of a session saved with the commit of its last pages, or not any more."""
         full_pages = page_keys(self._namespace, entry.tokens, self._hook.page_tokens)
         end = len(full_pages) * self._hook.page_tokens

@@ -11,8 +11,7 @@ from prefixstore import PrefixStore
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import checksum
-from prefixstore.llama import snapshot_strategy as snapshots
-from prefixstore.llama import strategy
+from prefixstore.llama import snapshot_strategy, strategy
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 KINDS = {"mamba": "snapshots", "lfm2": "pages and snapshots"}
@@ -115,7 +114,7 @@ def test_a_state_that_cannot_be_cut_is_stored_whole(llama, store, arch, monkeypa
     def refuse(state):
         raise CorruptError("another layout")
 
-    monkeypatch.setattr(snapshots, "parse_sequence", refuse)
+    monkeypatch.setattr(snapshot_strategy, "parse_sequence", refuse)
     llm, tokens = attached(store, llama(arch)), prompt(700)
     answer(llm, tokens, 8)
     assert store.kind == "snapshots"
