@@ -36,8 +36,8 @@ __all__ = [
     "leads_to",
     "mend_child",
     "nearest",
+    "page_path",
     "pages_below",
-    "path_of",
     "remove_child",
     "take_out",
 ]
@@ -107,7 +107,7 @@ def child_path(parent: bytes, form: int, tokens: Buffer) -> list[bytes]:
     return path
 
 
-def path_of(page: Record | Identity) -> list[bytes]:
+def page_path(page: Record | Identity) -> list[bytes]:
     """The path of this page; see `child_path`."""
     return child_path(page.parent, page.form, page.tokens)
 
@@ -130,7 +130,7 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
         if found is not None and not found.has_more:
             if found.page != other:
                 # once, however many steps they share
-                other, its_path = found.page, _path_of(draft, found.page or b"")
+                other, its_path = found.page, _stored_path(draft, found.page or b"")
             found = _split(draft, found, its_path[i : i + 2], row, owner)
         if found is None or not found.has_more:
             draft.put(row, ChildRow(key).pack(), owner=owner)
@@ -141,15 +141,14 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
             draft.put(row, found.pack(), owner=owner)
 
 
-def _path_of(draft: Update, page: bytes) -> list[bytes]:
+def _stored_path(draft: Update, page: bytes) -> list[bytes]:
     """The path of a page by its record; empty if that is not there."""
-    record = draft.get([RECORD + page])[0]
-    identity = identity_of(record)
-    return path_of(identity) if identity is not None else []
+    identity = identity_of(draft.get([RECORD + page])[0])
+    return page_path(identity) if identity is not None else []
 
 
 def _split(draft: Update, child: ChildRow, its_path: Sequence[bytes], row: bytes, owner: bytes) -> ChildRow | None:
-    """Move a page that is alone below a row to the next node; what the row says then. None if it is not there."""
+    """Move the page that is alone below a row one node down, and return the new row; None if it is not stored."""
     # the node of a row is a hash of those above it
     if its_path[:1] != [row]:
         return None

@@ -93,7 +93,7 @@ class PageUpdate(PageView):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
-        path, namespace = child_rows.path_of(record), record.namespace
+        path, namespace = child_rows.page_path(record), record.namespace
         owner = self._owner(namespace)
         mine, above = leaf_row(namespace, key), leaf_row(namespace, record.parent)
         wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
@@ -103,7 +103,7 @@ class PageUpdate(PageView):
         self.rows.put(keyspace.RECORD + key, record.pack(), payload, replaced=replaced, owner=owner)
         self.rows.put(keyspace.USAGE + key, usage.pack())
         identity = identity_of(old)
-        if identity is not None and (before := child_rows.path_of(identity)) != path:
+        if identity is not None and (before := child_rows.page_path(identity)) != path:
             # another page had this key, or its record is damaged
             child_rows.remove_child(self.rows, key, before)
         child_rows.add_child(self.rows, key, path, owner)
@@ -121,7 +121,7 @@ class PageUpdate(PageView):
             return False
         replaced, identity = self._uncount(record, usage), identity_of(record)
         if identity is not None:
-            self.is_torn |= not child_rows.remove_child(self.rows, key, child_rows.path_of(identity))
+            self.is_torn |= not child_rows.remove_child(self.rows, key, child_rows.page_path(identity))
         self.rows.delete(keyspace.RECORD + key, replaced=replaced)
         self.rows.delete(keyspace.USAGE + key)
         if identity is not None:
@@ -218,7 +218,7 @@ class PageUpdate(PageView):
         """Index the page of a record row, unless the record cannot be read, or nothing says whose its namespace is."""
         key, record, _ = Entry.of(row.key[1:], row.value, None)
         if isinstance(record, Record) and self.namespace(record.namespace):
-            child_rows.add_child(self.rows, key, child_rows.path_of(record), self._owner(record.namespace))
+            child_rows.add_child(self.rows, key, child_rows.page_path(record), self._owner(record.namespace))
 
     def finish(self) -> None:
         """Delete namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""

@@ -339,6 +339,6 @@ def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[byte
 
 
 def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
-    """The path of a stored page (`child_rows.path_of`); None if it is not there, or cannot be read."""
+    """The path of a stored page (`child_rows.page_path`); None if it is not there, or cannot be read."""
     record = Entry.of(key, stored, None).record if stored is not None else None
-    return child_rows.path_of(record) if isinstance(record, Record) else None
+    return child_rows.page_path(record) if isinstance(record, Record) else None
