@@ -18,6 +18,7 @@ from prefixstore.engine.eviction import policy_named
 from prefixstore.engine.page import Path
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.traces.read import Event, Trace
