@@ -1,8 +1,8 @@
-"""Names for stored sequences: how they are kept in a note of each namespace, read, and written with the next commit.
+"""Bookmarks: names for stored sequences, kept in a note of each namespace, and written with the next commit.
 
-A bookmark has only the tokens after the last full page; all others are in the records of the pages. It
-is valid while the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark reveals
-nothing that the pages do not.
+A bookmark has only the tokens after the last full page; the others are in the records of the pages. It is valid while
+the whole sequence is stored: whatever deletes the sequence ends the bookmark, which reveals nothing that the pages do
+not.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["MAX_BOOKMARKS", "Bookmark", "BookmarkChange", "Bookmarks", "Unset", 
 
 log = logging.getLogger("prefixstore")
 
-# of a namespace; those that were set last are kept
+# how many a namespace has at most; the latest are kept
 MAX_BOOKMARKS = 1024
 HEAD = struct.Struct(f"<{KEY_BYTES}sIIQBI")
-# no owner discards a sequence so often, and no clock says so late
+# no owner discards a sequence that often, and no clock is that late
 LARGEST_GENERATION = 1 << 31
 LATEST = 1 << 63
 
@@ -47,17 +47,17 @@ class Bookmark:
     Attributes
     ----------
     page
-        Key of its last full page; of the namespace if there is none.
+        Key of the last full page, or of the namespace if there is none.
     rest
         Token bytes after that page.
     n_tokens
         Length of the whole sequence.
     form
-        Whether it is restored from pages (`PAGE`), or from a snapshot at its end (`SNAPSHOT`).
+        `PAGE` if it is restored from pages, `SNAPSHOT` if from a snapshot at its end.
     generation
-        A number of the owner's.
+        A number that means something to the owner.
     set_at
-        When, in nanoseconds since the epoch.
+        When it was set, in nanoseconds since the epoch.
     """
 
     page: bytes
@@ -69,23 +69,23 @@ class Bookmark:
 
     @property
     def start(self) -> int:
-        """Where the rest begins."""
+        """The position where the rest begins."""
         return self.n_tokens - len(self.rest) // TOKEN_BYTES
 
     def pack(self) -> bytes:
-        """As it is stored."""
+        """The stored form."""
         numbers = (self.n_tokens, self.generation, self.set_at, self.form, len(self.rest))
         return HEAD.pack(self.page, *numbers) + self.rest
 
     @classmethod
     def unpack(cls, packed: bytes) -> Bookmark:
-        """Raises `CorruptError` if these bytes are not a bookmark."""
+        """Read the stored form. Raises `CorruptError` if it is damaged."""
         if len(packed) < HEAD.size:
             raise CorruptError("a bookmark is cut off")
         page, n_tokens, generation, set_at, form, n_rest = HEAD.unpack_from(packed)
         rest = packed[HEAD.size :]
         is_sound = len(rest) == n_rest and not n_rest % TOKEN_BYTES and n_rest <= n_tokens * TOKEN_BYTES
-        # both grow: one that no longer fits would keep all that wait with it from being written
+        # both are incremented: a value that no longer fits would make a whole commit fail
         has_room = generation < LARGEST_GENERATION and set_at < LATEST
         if not is_sound or not has_room or form not in (PAGE, SNAPSHOT):
             raise CorruptError("a bookmark is damaged")
@@ -94,7 +94,7 @@ class Bookmark:
 
 @dataclass(frozen=True)
 class Unset:
-    """Removes a bookmark, unless it was set after this time."""
+    """A change that removes a bookmark, unless it was set after this time."""
 
     set_at: int = LATEST
 
@@ -107,18 +107,18 @@ class Bookmarks(Part):
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        # held for steps in memory only
+        # held for short steps in memory only
         self._lock = threading.Lock()
-        # to be written, by namespace and name
+        # changes to write, by namespace and name
         self._pending: dict[tuple[bytes, str], BookmarkChange] = {}
-        # the note that was read last, and what it says: each admission reads it
+        # the note that was read last, and its bookmarks: each admission of a session reads it
         self._parsed: tuple[bytes | None, Mapping[str, Bookmark]] = (None, {})
-        # what this process has read or written, by namespace and name, until it is found to be deleted
+        # what this process has read or written, by namespace and name, to find out what was deleted
         self._seen: dict[bytes, dict[str, Bookmark]] = {}
 
     @property
     def has_pending(self) -> bool:
-        """Whether some wait for a commit."""
+        """Whether changes wait for a commit."""
         return bool(self._pending)
 
     def set(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
@@ -128,9 +128,9 @@ class Bookmarks(Part):
 
     @handed_over
     def read(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """All bookmarks of a namespace, including waiting ones, the latest at the end. Raises `StorageError`.
+        """All bookmarks of a namespace, including those not written yet, the latest at the end. Raises `StorageError`.
 
-        A note that is damaged is none.
+        A damaged note counts as empty.
         """
         with self._backend.view() as view:
             note = view.note(bookmarks_note(namespace))
@@ -140,7 +140,7 @@ class Bookmarks(Part):
         with self._lock:
             seen = self._seen.setdefault(namespace, {})
             seen.update(parsed[1])
-            # names that others have had: there may be more and more of them
+            # bounded: other processes may use ever more names
             for name in list(seen)[: -4 * MAX_BOOKMARKS]:
                 del seen[name]
             changes = {name: change for (space, name), change in self._pending.items() if space == namespace}
@@ -148,9 +148,9 @@ class Bookmarks(Part):
 
     @handed_over
     def take_deleted(self, namespace: bytes, names: Collection[str]) -> dict[str, Bookmark]:
-        """Those of these names that had bookmarks which were deleted with their sequences, as by a purge; each once.
+        """Which of these names, not found by `read`, had bookmarks that were deleted with their sequences; each once.
 
-        They are names that `read` has not found now. Raises `StorageError`.
+        Raises `StorageError`.
         """
         with self._lock:
             seen = self._seen.get(namespace, {})
@@ -163,16 +163,15 @@ class Bookmarks(Part):
         return deleted
 
     def write(self, transaction: PageUpdate, batch: Collection[bytes]) -> None:
-        """Write waiting bookmarks, after the pages of a batch.
+        """Write waiting changes, after the pages of a batch.
 
-        A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is
-        removed.
+        A bookmark whose sequence is not stored (any more) is removed instead.
         """
         with self._lock:
             asked = dict(self._pending)
         if not asked:
             return
-        # asked after these were set: the pages of a bookmark are captured before
+        # read after `asked`: the pages of a bookmark are captured before it is set
         may_be_whole_later = self._catalog.waits_beside(batch)
         made: dict[tuple[bytes, str], BookmarkChange] = {}
         for (namespace, name), change in asked.items():
@@ -192,7 +191,7 @@ class Bookmarks(Part):
     def _written(
         self, made: Mapping[tuple[bytes, str], BookmarkChange], asked: Mapping[tuple[bytes, str], BookmarkChange]
     ) -> None:
-        """These changes were made, for those that were asked for."""
+        """Note that these changes were committed, for those that were asked for."""
         with self._lock:
             for (namespace, name), change in made.items():
                 seen = self._seen.setdefault(namespace, {})
@@ -200,12 +199,12 @@ class Bookmarks(Part):
                     seen[name] = change
                 else:
                     seen.pop(name, None)
-                # not one that was set again meanwhile
+                # unless it was changed again meanwhile
                 if self._pending.get((namespace, name)) is asked[namespace, name]:
                     del self._pending[namespace, name]
 
     def _pack(self, bookmarks: Mapping[str, Bookmark]) -> bytes | None:
-        """A note with as many of the last ones as it may have; None if there are none."""
+        """A note with the latest bookmarks, as many as fit; None if there are none."""
         kept = list(bookmarks.items())[-MAX_BOOKMARKS:]
         while kept:
             note = pack_state({name: bookmark.pack() for name, bookmark in kept})
@@ -214,11 +213,11 @@ class Bookmarks(Part):
             kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
         return None
 
-    # -- what they stand for ------------------------------------------------------------------------------------------
+    # -- sequences ----------------------------------------------------------------------------------------------------
 
     @handed_over
     def whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark] | None = None) -> list[str]:
-        """The names of those, by default of all, whose sequences are stored as a whole. Raises `StorageError`."""
+        """The names of those bookmarks, by default of all, whose sequences are stored. Raises `StorageError`."""
         if bookmarks is None:
             bookmarks = self.read(namespace)
         with self._backend.view() as view:
@@ -226,7 +225,7 @@ class Bookmarks(Part):
 
     @handed_over
     def tokens(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
-        """The sequence; None if not all of it is stored. Raises `StorageError`."""
+        """The tokens of the sequence; None if not all of it is stored. Raises `StorageError`."""
         with self._backend.view() as view:
             if not is_whole(view, namespace, bookmark):
                 return None
@@ -241,9 +240,9 @@ class Bookmarks(Part):
 
     @retried
     def prune(self) -> None:
-        """Remove the bookmarks of sequences that are not stored any more, as after a deletion. Raises `StorageError`.
+        """Remove the bookmarks of sequences that are no longer stored. Raises `StorageError`.
 
-        Those of a namespace without pages are removed with its settings.
+        A namespace without pages loses its bookmarks with its settings.
         """
         with self._backend.view() as view:
             found = {namespace: bookmarks_in(view.note(bookmarks_note(namespace))) for namespace in view.namespaces()}
@@ -261,7 +260,7 @@ class Bookmarks(Part):
 
 
 def is_whole(view: PageView, namespace: bytes, bookmark: Bookmark) -> bool:
-    """Whether all of a sequence is stored: its end is enough, since no page is stored without its parent."""
+    """Whether the whole sequence is stored. Only its end is looked up: no page is stored without its parent."""
     page, rest = bookmark.page, bookmark.rest
     if page != namespace:
         record, _ = view.records([page]).get(page, (None, None))
@@ -275,13 +274,13 @@ def is_whole(view: PageView, namespace: bytes, bookmark: Bookmark) -> bool:
         return isinstance(record, Record) and record.tokens == rest
     if not rest:
         return page != namespace
-    # a longer page may have taken the place of the tail
+    # a longer page may have replaced the tail
     beside = [each.record for each in view.neighbors(page, rest)]
     return any(isinstance(record, Record) and record.tokens.startswith(rest) for record in beside)
 
 
 def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -> dict[str, Bookmark]:
-    """The old bookmarks with the changes, by the time when they were set; for each name the later one."""
+    """The old bookmarks with the changes, sorted by the time when they were set; for each name the later one."""
     found: dict[str, Bookmark] = dict(old)
     for name, change in changes.items():
         known = found.get(name)
@@ -294,7 +293,7 @@ def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -
 
 
 def bookmarks_in(note: bytes | None) -> dict[str, Bookmark]:
-    """The bookmarks of a note, by the time when they were set; damaged ones are left out."""
+    """The bookmarks of a note, sorted by the time when they were set; damaged ones are left out."""
     found: dict[str, Bookmark] = {}
     try:
         parts = unpack_state(note) if note is not None else {}

@@ -20,15 +20,15 @@ __all__ = ["LOCAL_PATIENCE", "CircuitBreaker", "probe"]
 
 log = logging.getLogger("prefixstore")
 
-# What a request may take, and how fast bytes have to arrive: what is slower counts as a failure.
+# How long a request may take, and how fast bytes must arrive: anything slower counts as a failure.
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
-# After this a location hangs, beside what its bytes may take: a caller no longer waits for it.
+# After so long, and the time that its bytes may take, a location hangs: callers stop waiting for it.
 HANG_SECONDS = 10.0
-# A location on this machine is slow if so many answers in a row are: one may be late because the machine had paused.
+# A location on this machine is slow if so many answers in a row are: one may be late because the machine has paused.
 LOCAL_PATIENCE = 3
-# After a failure the circuit is open for this many times as long as the failure took, so that failures take less than a
-# fiftieth of the time. A failure as fast as FAST_SECONDS does not open it.
+# The circuit stays open for this many times as long as the failure took, so that failures take less than a fiftieth of
+# the time. A failure within FAST_SECONDS does not open it.
 OPEN_FACTOR = 50
 FAST_SECONDS = 0.002
 # If that is longer than this, the circuit stays open until a thread has found the location healthy. It probes after
@@ -39,12 +39,12 @@ LAST_PROBE = 5.0
 
 
 def time_limit(page: Page | None) -> float:
-    """Seconds that the answer to a request may take: for a page, or for records."""
+    """How many seconds the answer to a request for a page, or for records, may take."""
     return SLOW_SECONDS + (page.raw_bytes if page is not None else 0) / SLOW_BYTES_PER_SECOND
 
 
 def probe(backend: Pages, page: Page | None) -> None:
-    """Repeat a request for a page, or for records, that failed or was slow."""
+    """Repeat a request for a page, or for records."""
     with backend.view() as view:
         view.record(page.key if page is not None else bytes(KEY_BYTES))
         for _, payload in view.fetch([page.key] if page is not None else []):
@@ -52,10 +52,10 @@ def probe(backend: Pages, page: Page | None) -> None:
 
 
 class CircuitBreaker:
-    """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
+    """Lets requests to a location pass while the circuit is closed, and fails them at once while it is open.
 
-    `patience` slow answers in a row open it, or one error. A thread then probes: it calls `probe` with the page whose
-    request failed, or, for a record, with None.
+    One error opens it, or `patience` slow answers in a row. Then a thread probes the location: it calls `probe` with
+    the page whose request failed, or with None if it was for records.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class CircuitBreaker:
         self._counters = counters
         self._patience = patience
         self._clock = clock
-        # slow answers in a row, for lookups and for pages: a location may be fast at one and slow at the other
+        # slow answers in a row, for records (False) and for pages: a location may be slow at one and not the other
         self._n_slow = {False: 0, True: 0}
-        # as that of `Counters`
+        # reentrant, as that of `Counters`
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._open_until = 0.0
@@ -89,14 +89,14 @@ class CircuitBreaker:
 
     @contextmanager
     def asking(self, page: Page | None = None) -> Iterator[None]:
-        """A request to the location, for one page or for records. Raises `UnavailableError` if the circuit is open."""
+        """A block with a request for a page, or for records. Raises `UnavailableError` if the circuit is open."""
         if self.is_open:
             raise UnavailableError("circuit open after failures of the location; probing it in the background")
         started = self._clock()
         try:
             yield
         except (CorruptError, IncompatibleError) as error:
-            if page is None:  # otherwise the page is at fault, not the location
+            if page is None:  # else the page is at fault, not the location
                 self._open(self._clock() - started, page, f"it fails: {error}")
             raise
         except StorageError as error:
@@ -114,11 +114,11 @@ class CircuitBreaker:
             self._counters.time("lost", seconds)
 
     def patience(self, page: Page | None = None) -> float:
-        """Seconds that a caller waits for the answer to a request: for a page, or for records."""
+        """How many seconds a caller waits for the answer to a request for a page, or for records."""
         return HANG_SECONDS + time_limit(page)
 
     def hangs(self, page: Page | None = None) -> None:
-        """Open the circuit because a caller has waited so long in vain."""
+        """Open the circuit: a caller has waited for that long in vain."""
         self._open(self.patience(page), page, "it does not answer")
 
     def _open(self, seconds: float, page: Page | None, why: str) -> None:
@@ -146,12 +146,12 @@ class CircuitBreaker:
                 healthy = self._clock() - started <= time_limit(page)
             except StorageError:
                 healthy = False
-            except Exception:  # whatever it is, the location does not work
+            except Exception:  # whatever it is, the location cannot be used
                 log.exception("the location cannot be probed")
                 healthy = False
             with self._lock:
                 self._is_probing = not healthy
-                # while it probes, no other thread sends requests
+                # until a probe succeeds, no request passes
                 self._open_until = 0.0 if healthy else float("inf")
             if healthy:
                 log.warning("the location is used again")

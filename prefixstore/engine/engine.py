@@ -1,9 +1,9 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> lookups                fetching -> fetch (backend, codec)
-write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
+read:   match, match_snapshot -> lookups            fetching -> fetch (backend, codec)
+write:  write_queue.submit -> catalog (pending), write_queue -> (thread) commit (codec, budget, backend)
 
-What one of its parts does alone, callers ask of the part: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
+Callers use its parts directly for what one of them does alone: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
 """
 
 from __future__ import annotations
@@ -55,29 +55,28 @@ QUEUE_BYTES = 256 << 20
 class Engine:
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
-    It closes the backend. In a forked child it has a copy of the counters: reach it as `Engine.counters`.
+    It closes the backend. In a forked child the counters are copied: always read them as `Engine.counters`.
 
     Parameters
     ----------
     encode
-        Packs states: ``(namespace, state) -> (codec number, stored bytes)``. It learns from here how fast the location
+        Packs states: ``(namespace, state) -> (codec number, stored bytes)``. The engine tells it how fast the location
         is.
     ttl
-        Seconds after their last use when pages that are captured here expire; None for never.
+        How many seconds after their last use captured pages expire; None for never.
     write_behind
-        Whether a thread writes captured pages; if not, `submit` writes them.
+        Whether a thread writes captured pages; if not, `submit` does.
     housekeeping
-        Whether commits also delete damaged, thinned and expired pages, and record uses. An `Archive` deletes only what
-        it is told to.
+        Whether commits also delete damaged, thinned and expired pages, and record uses. Those of an `Archive` do not.
     clock
-        Seconds, by which the circuit breaker tells whether the location is slow.
+        In seconds; the circuit breaker uses it to tell whether the location is slow.
 
     Attributes
     ----------
     tap
-        Receives lookups, uses and captures; None for no listener.
+        Listens to lookups, uses and captures; None for no listener.
     token_seconds
-        What computing a token takes, as last measured; None if it is not known.
+        How long computing a token takes, as last measured; None if unknown.
     """
 
     def __init__(
@@ -108,9 +107,9 @@ class Engine:
         self.read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
-        # for the figures
+        # names of models, for the figures
         self._models: dict[str, str] = {}
-        # what counts the sessions of its store; kept by a weak reference
+        # a weak reference to what counts the sessions of the store
         self.sessions: Callable[[], Callable[[], SessionCounts] | None] = lambda: None
         self.tap: Tap | None = None
         self.token_seconds: float | None = None
@@ -119,10 +118,10 @@ class Engine:
         register_at_fork(self)
 
     def _start(self) -> None:
-        """Everything that has locks, threads or buffers of this process."""
+        """Make everything that has locks, threads or buffers, which a forked child cannot inherit."""
         backend, counters = self._backend, self.counters
         self.threads = Threads("prefixstore-work")
-        # held by the thread that closes the engine
+        # held while the engine is closed
         self._ending = threading.RLock()
         self._catalog = catalog = Catalog(self._policy, counters)
         patience = LOCAL_PATIENCE if backend.is_local else 1
@@ -160,7 +159,7 @@ class Engine:
         )
 
     def after_fork(self) -> None:
-        """Start over with new locks, threads and handles. What the parent has captured, the parent writes."""
+        """Start over with new locks, threads and handles. The parent writes what it has captured."""
         if not self.is_closed:
             self._backend.after_fork()
             self.counters = self.counters.copy()
@@ -191,7 +190,7 @@ class Engine:
 
     @handed_over
     def describe(self, namespace: Namespace, model: str | None = None) -> None:
-        """Have the name of the model of a namespace kept in the location, with the figures."""
+        """Save the name of the model of a namespace with the figures of the location."""
         digits = model_digits(namespace.settings)
         if model and digits:
             self._models[digits] = model
@@ -199,12 +198,12 @@ class Engine:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
+        """The longest prefix of `tokens` among pages that any process has committed, or that are pending here.
 
         Raises
         ------
         StorageError
-            If the location cannot be read; immediately while the circuit breaker is open.
+            If the location cannot be read; while the circuit is open, at once.
         """
         path = self._found(lambda lookups: lookups.longest(namespace, tokens, page_tokens), len(tokens))
         return self._told(namespace, tokens, page_tokens, path)
@@ -212,9 +211,9 @@ class Engine:
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
-        """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
+        """The path to the deepest snapshot of `tokens` at a position up to `limit` that is a multiple of `multiple_of`.
 
-        It is at a multiple of `multiple_of`. Raises what `match` raises.
+        Raises what `match` raises.
         """
         most = min(limit, len(tokens))
         path = self._found(
@@ -224,7 +223,7 @@ class Engine:
         return self._told(namespace, tokens, page_tokens, path)
 
     def _found(self, ask: Callable[[Lookups], Path], most: int) -> Path:
-        """What there is of a prompt; `most` tokens are all of it."""
+        """The result of a lookup that can find `most` tokens."""
         return ask(self.lookups)
 
     def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
@@ -251,9 +250,9 @@ class Engine:
 
     @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
-        """Note that a prompt began with these pages, none for a miss; written with the next commit.
+        """Note that a prompt was served with these pages (none for a miss); the next commit writes that.
 
-        With the length of the prompt, a policy can tell how far from its end a page is.
+        `n_tokens` is the length of the prompt, from which a policy learns how far from its end a page is.
         """
         self._note_use(pages, n_tokens)
         self._tell_use(namespace, pages, n_tokens)
@@ -267,19 +266,19 @@ class Engine:
 
     @handed_over
     def condemn(self, page: Page) -> None:
-        """Have a page that fits no context of its namespace deleted with the next commit, and its descendants.
+        """Let the next commit delete a page that fits no context of its namespace, and its descendants.
 
-        Not another one that was stored in its place meanwhile.
+        A page that is stored under its key meanwhile stays.
         """
         self._catalog.mark_damaged(page, is_useless=True)
 
     def view(self) -> AbstractContextManager[PageView]:
-        """A view, for callers that read the location directly."""
+        """A view, for callers that read pages directly."""
         return self.threads.lending(self._backend.view())
 
     @property
     def losses(self) -> int:
-        """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
+        """How often this process has evicted, deleted or dropped pages, except tails that a longer page replaced."""
         counters = self.counters
         n_dropped = sum(counters.group("dropped").values())
         return counters["evictions"] + counters["expired"] + n_dropped + self.deleter.n_begun
@@ -287,9 +286,9 @@ class Engine:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write announced pages, and what is deferred; how many are stored now. Used by the queue.
+        """Write pending pages and deferred changes, for the queue; returns how many of the pages are stored now.
 
-        What cannot be written is dropped, counted and logged.
+        Pages that cannot be written are dropped, counted and logged.
         """
         return self._committer.commit_all(batch)
 
@@ -300,7 +299,7 @@ class Engine:
 
     @handed_over
     def drain(self) -> None:
-        """Wait until the queue is empty: everything submitted is committed or dropped.
+        """Wait until the queue is empty: everything that was submitted is committed or dropped.
 
         Raises
         ------
@@ -310,7 +309,7 @@ class Engine:
         self.write_queue.drain()
 
     def session_counts(self) -> SessionCounts | None:
-        """What the sessions of its store have done; None if there are none."""
+        """What the sessions of the store have done; None without sessions."""
         counts = self.sessions()
         return counts() if counts is not None else None
 
@@ -323,7 +322,7 @@ class Engine:
 
     @handed_over
     def sync(self) -> None:
-        """Return when everything committed so far is durable, and what was counted until then."""
+        """Return when everything committed and counted so far is durable."""
         self._notes.save_figures()
         self._backend.sync()
 
@@ -337,8 +336,7 @@ class Engine:
     def close(self) -> None:
         """Write what is queued and deferred, make it durable, and release the backend.
 
-        The write thread has another one do that, and waits for nothing. While another thread closes the engine, a
-        second call waits for it.
+        A second call waits for the first one. The write thread, which cannot wait for itself, leaves it to another one.
 
         Raises
         ------
@@ -348,7 +346,7 @@ class Engine:
             If the calling thread is in the block of a view or of `fetching`.
         """
         if self._has_lent():
-            # `with store:` was interrupted: what it has is referred to by the exception that it handles
+            # if `with store:` was interrupted, only the traceback refers to what is open
             release_interrupted_frames()
             if self._has_lent():
                 raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
@@ -364,7 +362,7 @@ class Engine:
             close_soon(self)
             return
         with self._ending:
-            # a write thread that no caller waits for releases the backend when it ends
+            # a write thread that was given up on releases the backend when it ends
             if self.is_closed or self.write_queue.is_on_its_own:
                 return
             try:
@@ -377,7 +375,7 @@ class Engine:
                     self._release()
 
     def _end(self) -> None:
-        """The rest of `close`, by the write thread, if no caller waits for it."""
+        """The rest of `close`, done by the write thread if `close` has given up waiting for it."""
         try:
             if not self.read_only:
                 self.sync()
@@ -390,7 +388,7 @@ class Engine:
         self.is_closed = True
         self._breaker.close()
         try:
-            # waits for the views that are open: a restore that has begun ends first
+            # waits until open views are closed, so that a running restore can end
             self._backend.close()
         finally:
             self._fetcher.close()

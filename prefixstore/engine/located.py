@@ -78,8 +78,6 @@ class Located:
 
     Attributes
     ----------
-    prompt
-        The prompt.
     pages
         Its full pages, from the start.
     n_stored

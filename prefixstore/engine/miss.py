@@ -1,4 +1,4 @@
-"""Why nothing of a prompt could be used: it is not stored, its caller bypasses the store, or something has failed."""
+"""Why nothing was restored: nothing is stored, the caller bypasses the store, or the store has failed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger("prefixstore")
 # the reason in ``stats()``
 BYPASSED = "bypassed"
 
-# of the stores that the running code bypasses; each thread and each asyncio task has its own
+# the engines that the running code bypasses; each thread and each asyncio task has its own set
 _bypassed: ContextVar[frozenset[Engine]] = ContextVar("prefixstore_bypassed", default=frozenset())
 
 
 def miss_reason(
     engine: Engine, namespace: bytes, tokens: Tokens, page_tokens: int, *, n_matched: int, min_tokens: int
 ) -> str:
-    """The reason that is counted where fewer than `min_tokens` tokens of a prompt are found; `tokens` could be used.
+    """The reason to count if fewer than `min_tokens` tokens are found; `tokens` are those that may be restored.
 
     ``"short"`` if it has so few tokens itself, ``"evicted"`` if this process has evicted its first page, ``"diverged"``
-    if something begins as it does, and otherwise ``"not_found"``. The location is not asked again.
+    if some tokens are found, and otherwise ``"not_found"``. The location is not asked.
     """
     if len(tokens) < max(min_tokens, 1):
         return "short"
@@ -41,7 +41,7 @@ def miss_reason(
 
 @contextmanager
 def bypassing(engine: Engine) -> Iterator[None]:
-    """Have prompts in the block neither looked up nor captured; blocks may be nested."""
+    """A block in which prompts are neither looked up nor captured; blocks may be nested."""
     before = _bypassed.set(_bypassed.get() | {engine})
     try:
         yield
@@ -50,15 +50,15 @@ def bypassing(engine: Engine) -> Iterator[None]:
 
 
 def is_bypassed(engine: Engine) -> bool:
-    """Whether this thread, or this asyncio task, is inside a block of `bypassing`."""
+    """Whether this thread or asyncio task is inside a block of `bypassing`."""
     return engine in _bypassed.get()
 
 
 class Guard:
-    """Keeps faults of the store from breaking a completion: an exception ends the block, is logged, and is counted.
+    """A block whose exceptions do not break a completion: one ends the block, and is logged and counted.
 
-    It is counted as `fault`, for the namespace if that is known; a `StorageError` as `unavailable`, where one is to be
-    expected. What was `counted` is None without an exception.
+    It is counted as `fault`; a `StorageError` as `unavailable`, if that is given. The name that was `counted` is None
+    without an exception.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pages as the engine sees them, and trees of them, for maintenance."""
+"""Pages as the engine sees them; for maintenance, as trees."""
 
 from __future__ import annotations
 
@@ -15,36 +15,19 @@ __all__ = ["Page", "Path", "in_order", "is_same", "later", "shared_tokens"]
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One page or snapshot, as a lookup found it, or as it waits to be written.
-
-    Times are nanoseconds since the epoch. Its `uses` and its class are those that the eviction policy counts; see
-    `prefixstore.format.record.Usage`.
+    """One page or snapshot, as a lookup found it, or pending. Most fields are those of its `Record` and its `Usage`.
 
     Attributes
     ----------
-    parent
-        Key of its parent; of a first page, of the namespace.
-    tokens
-        Little-endian int32 bytes.
-    raw_bytes, stored_bytes
-        Size of the state, and of its stored form.
-    compute_us
-        Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
-    hits
-        How often the page was restored.
-    pinned
-        Whether it is exempt from eviction and expiry.
-    priority
-        Pages of lower priority are evicted first, under the policy of this name.
     expires
-        0 for never. The ancestors of a page do not expire before it does.
+        Nanoseconds since the epoch; 0 for never. The ancestors of a page do not expire before it does.
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.
     children
-        What follows it, in a tree of pages: pages and snapshots. Empty in a lookup.
+        The pages and snapshots that follow it in a tree of pages; empty in a lookup.
     is_far
-        Whether the far one of two locations has given it.
+        Whether it was found in the far location.
     """
 
     key: bytes
@@ -69,8 +52,8 @@ class Page:
 
     @classmethod
     def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
-        """The page that these rows describe."""
-        # fields in their order: a lookup makes one for each page
+        """The page with this record and usage."""
+        # positional, which is faster: a lookup makes many pages
         return cls(
             key,
             record.parent,
@@ -93,13 +76,13 @@ class Page:
 
     @property
     def usage(self) -> Usage:
-        """What changes of it, as it is stored."""
+        """Its usage, as it is stored."""
         numbers = self.last_used, self.hits, self.pinned, self.priority, self.expires
         return Usage(*numbers, self.uses, self.page_class)
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens in the page."""
+        """How many tokens it has."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -118,7 +101,7 @@ class Page:
 
     def lasts_until(self, other: Page) -> bool:
         """Whether the page is kept at least as long as another one."""
-        # what is unpinned later expires when it is said to
+        # a pinned page may be unpinned later, and expires then
         if not self.expires or (self.pinned and other.pinned):
             return True
         return bool(other.expires) and not other.pinned and self.expires >= other.expires
@@ -130,9 +113,9 @@ def later(expires: int, other: int) -> int:
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:
-    """Whether two pages with one key are the same page: a hash only nominates, the tokens prove it.
+    """Whether two pages with one key are the same page. Equal keys are no proof, equal tokens are.
 
-    The position is not compared: it follows from the parent. Where it comes from stored bytes, compare it as well.
+    The position follows from the parent, and is not compared; compare it as well if it was read from stored bytes.
     """
     if (one.tokens, one.parent) != (other.tokens, other.parent):
         return False
@@ -148,14 +131,14 @@ class Path:
 
 
 def shared_tokens(a: bytes, b: bytes) -> int:
-    """How many tokens two byte strings of tokens have in common at their beginning."""
+    """The length of the common prefix of two byte strings of tokens, in tokens."""
     return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))
 
 
 def in_order(pages: Iterable[Page]) -> list[Page]:
-    """Pages, parents before their children, which are entered in them; without those that do not follow what is there.
+    """Pages as trees, parents before their children; without pages whose parent is missing or does not fit.
 
-    Of two with one key, the first one.
+    Of two pages with one key, only the first one is kept.
     """
     known: dict[bytes, Page] = {}
     first: list[Page] = []

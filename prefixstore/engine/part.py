@@ -1,4 +1,4 @@
-"""What the parts of an engine have in common: the location, and what this process knows of it; and who listens."""
+"""What the parts of an engine share, and the interface of a listener."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Part", "Shared", "Tap"]
 
 
 class Shared(NamedTuple):
-    """What the parts of an engine share; `threads` do what callers ask for."""
+    """What the parts of an engine share. The `threads` do the work of callers."""
 
     threads: Threads
     backend: Pages
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
 
 
 class Part:
-    """A part of an engine. Callers ask it directly."""
+    """A part of an engine, whose methods callers use directly."""
 
     def __init__(self, shared: Shared) -> None:
         self.threads = shared.threads
@@ -43,16 +43,16 @@ class Part:
 
 
 class Tap(Protocol):
-    """Listens to an engine. Its methods return soon, and raise nothing.
+    """Listens to an engine. Its methods return soon and raise nothing.
 
-    They are called in a thread that works for the one who uses the engine: `prefixstore.backends.threads.caller`.
+    The thread that calls them works for the thread that uses the engine: see `prefixstore.backends.threads.caller`.
     """
 
     def asked(self, namespace: bytes, tokens: Tokens, page_tokens: int, n_matched: int) -> None:
-        """A sequence was looked up, of which so many tokens are stored. That alone is no request."""
+        """A sequence was looked up, and so many of its tokens are stored. This need not be a request."""
 
     def used(self, namespace: bytes, pages: Sequence[Page], n_tokens: int) -> None:
-        """A prompt of so many tokens, the one that the same caller has looked up last, began with these pages."""
+        """The prompt that the caller looked up last, of so many tokens, was served with these pages."""
 
     def captured(self, page: Page) -> None:
         """A page is on its way to the location."""

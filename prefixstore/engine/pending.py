@@ -1,4 +1,4 @@
-"""Pages that are not committed yet, and the other changes that wait for the next commit."""
+"""Pending pages, which are not committed yet, and other changes that the next commit writes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ __all__ = ["Damage", "Deferred", "DropReason", "Outdated", "PendingPage", "Use"]
 
 
 class Use(NamedTuple):
-    """Uses of a page that are still to be written.
-
-    Attributes
-    ----------
-    n
-        How many.
-    last_used, expires, uses, page_class
-        Of the page, after them.
-    """
+    """Uses of a page that are not written yet: how many (`n`), and what they make of its usage."""
 
     n: int
     last_used: int
@@ -34,7 +26,7 @@ class Use(NamedTuple):
     page_class: int
 
     def apply(self, page: Page) -> None:
-        """Have a page that was read from the location count them."""
+        """Add them to a page as it is stored."""
         page.hits += self.n
         if self.last_used > page.last_used:
             page.last_used, page.uses, page.page_class = self.last_used, max(self.uses, page.uses), self.page_class
@@ -64,24 +56,22 @@ class Outdated(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class PendingPage:
-    """A page that was captured, and the buffer with its state; or one that was stored elsewhere, and is imported.
+    """A captured page and the buffer with its state, or a page that is imported from elsewhere.
 
     Attributes
     ----------
-    page
-        The page. It can be matched as soon as the catalog has it.
     settings
         Canonical settings of its namespace.
     buffer
-        The state; None if this process has only the stored form, or has it no longer.
+        The state; None of an imported page, or once it was released.
     usage
-        The usage that an imported page has had elsewhere; None of a captured one.
+        The usage that an imported page had elsewhere; None of a captured one.
     is_wanted
-        Whether it is stored even if the policy finds it worth less than what is evicted for it.
+        Whether it is stored even if the policy finds it worth less than its victims.
     is_writing
-        Whether a transaction writes it.
+        Whether an update is writing it.
     record, payload
-        What is to be stored: of a captured page, once it is packed.
+        What is stored; of a captured page, once it is packed.
     """
 
     page: Page
@@ -105,7 +95,7 @@ class PendingPage:
         compute_us: int = 0,
         form: int = PAGE,
     ) -> PendingPage:
-        """The page with these token bytes after `parent`."""
+        """A captured page with these token bytes after `parent`."""
         now = time.time_ns()
         key = page_key(parent, tokens, form)
         page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
@@ -113,7 +103,7 @@ class PendingPage:
 
     @classmethod
     def from_stored(cls, stored: StoredPage, settings: bytes) -> PendingPage:
-        """The page of a file or of another location, whose clock may have been wrong."""
+        """A page to import, from a file or another location, whose clock may have been wrong."""
         now, record = time.time_ns(), stored.record
         usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
         new = cls(Page.stored(stored.key, record, usage), settings, None, usage=usage, is_wanted=True)
@@ -122,27 +112,27 @@ class PendingPage:
 
     @property
     def is_captured(self) -> bool:
-        """Whether it was captured here, and not imported."""
+        """Whether it was captured, and not imported."""
         return self.usage is None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in memory that it holds."""
+        """How many bytes of memory it holds."""
         return self.page.raw_bytes if self.is_captured else len(self.payload)
 
     def release(self) -> None:
-        """Give the memory of a captured page back, once a commit has ended."""
+        """Release the memory of a captured page."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             self.payload = b""
             buffer.release()
 
     def pack(self, encode: Encoder) -> None:
-        """Have its stored form in `record` and `payload`."""
+        """Make `record` and `payload` of a captured page."""
         if not self.is_captured:
             return
         page, state = self.page, self.buffer.view if self.buffer is not None else memoryview(b"")
-        # a page that holds tokens only says nothing about how well states compress
+        # a page without a state says nothing about how well states compress
         codec, self.payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
         self.record = Record(
             page.namespace,
@@ -160,10 +150,7 @@ class PendingPage:
 
 
 class Damage(NamedTuple):
-    """When a page that is to be deleted was created, 0 if that is not known.
-
-    One that `is_useless` was read, and cannot be used though its checksum is right.
-    """
+    """When a damaged page was created, 0 if unknown; or a useless one, which fits no context though it is intact."""
 
     created: int
     is_useless: bool = False
@@ -171,14 +158,12 @@ class Damage(NamedTuple):
 
 @dataclass
 class Deferred:
-    """What the next commit writes besides new pages.
+    """What the next commit changes besides adding pages.
 
     Attributes
     ----------
-    uses
-        Uses of pages, by key.
     damaged
-        Pages to be deleted if they are indeed damaged, or useless, by key.
+        Pages to delete if they are really damaged or useless, by key.
     thinned
         Keys of snapshots that are no longer wanted.
     expired
@@ -194,11 +179,11 @@ class Deferred:
         return bool(self.uses or self.damaged or self.thinned or self.expired)
 
     def copy(self) -> Deferred:
-        """A copy; more may be added to the original meanwhile."""
+        """A copy, which does not change when more is deferred."""
         return Deferred(dict(self.uses), dict(self.damaged), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
-        """Remove what was written; keep what was added since."""
+        """Remove what was written; keep what was deferred since."""
         for key, use in done.uses.items():
             now = self.uses.pop(key, None)
             if now is not None and now.n > use.n:

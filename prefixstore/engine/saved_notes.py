@@ -1,7 +1,7 @@
-"""What an engine saves as notes in its location: what its policy has learned, and figures.
+"""Notes that an engine saves in its location: what its policy has learned, and figures.
 
-Several processes have one note. What cannot be read is ignored, and what cannot be saved is lost: that costs hits, or a
-diagnosis, and nothing else.
+All processes share one note of each kind. A note that cannot be read is ignored, and what cannot be saved is lost: that
+costs hits, or figures, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
 log = logging.getLogger("prefixstore")
 
-# what the policy has learned is saved so often at most, and only after so many lookups
+# what the policy has learned is saved after so many seconds at the earliest, and after so many lookups
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
-# figures are saved so often at most; for so many bytes of the budget they may have a row, and there are so many at most
+# figures are saved after so many seconds at the earliest; they have a row for each so many bytes of the budget, at most
+# this many
 FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
-# how long the figures are waited for while another thread saves them
+# how many seconds to wait while another thread saves figures
 PATIENCE = 1.0
-# the name of the policy by which pages are evicted
+# this note has the name of the eviction policy
 POLICY_NOTE = b"policy"
 
 
@@ -42,20 +43,16 @@ def note_policy(transaction: PageUpdate, name: str) -> None:
 
 
 def noted_policy(view: PageView) -> str | None:
-    """The policy of the last store that wrote pages; None if it is not known."""
+    """The policy of the store that was the last to write pages; None if unknown."""
     note = view.note(POLICY_NOTE)
     return note.decode("ascii", "replace") if note is not None else None
 
 
 class SavedNotes(Part):
-    """Saves the notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
+    """Saves notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
 
-    Parameters
-    ----------
-    models
-        The names of models to keep with the figures; see `History`.
-    notes_budget
-        Whether the budget is kept with them: not that of an `Archive`, which serves no prompts.
+    The names of `models` are saved with the figures; so is the budget, if `notes_budget`: not that of an `Archive`,
+    which serves no prompts.
     """
 
     def __init__(self, shared: Shared, evictor: Evictor, models: Mapping[str, str], *, notes_budget: bool) -> None:
@@ -63,14 +60,14 @@ class SavedNotes(Part):
         self._evictor = evictor
         self._models = models
         self._notes_budget = notes_budget
-        # held while figures are added to the note: what is written is not counted twice
+        # held while figures are added to the note, so that nothing is counted twice
         self._adding = threading.Lock()
-        # when what was learned was saved, and after how many lookups; when figures were
+        # when the policy and the figures were saved last, and after how many lookups the policy was
         self._learned_at = self._figures_at = time.monotonic()
         self._n_lookups = 0
 
     def save(self, *, closing: bool = False) -> None:
-        """Save what is due: when the engine is closing, all that has changed."""
+        """Save what is due; when the engine is closing, all that has changed."""
         now, n_lookups = time.monotonic(), self._catalog.n_lookups
         name = self._catalog.policy.note if self._evictor.has_loaded else None
         is_due = closing or now >= self._learned_at + POLICY_SECONDS
@@ -87,12 +84,12 @@ class SavedNotes(Part):
 
     @property
     def figures_are_due(self) -> bool:
-        """Whether something was counted that has waited for long enough."""
+        """Whether something was counted, and the last save was long enough ago."""
         return time.monotonic() >= self._figures_at + FIGURE_SECONDS and bool(self._counters.unwritten())
 
     def save_figures(self) -> None:
         """Add what was counted here to the figures of the location."""
-        # not for ever: a thread may wait for itself, closed in its own transaction, as a finalizer may do
+        # a bounded wait: a finalizer may close a store inside this very method, and would wait for itself
         if not self._adding.acquire(timeout=PATIENCE):
             return
         try:
@@ -104,7 +101,7 @@ class SavedNotes(Part):
             self._adding.release()
 
     def history(self) -> History:
-        """How the location was used, what is not written yet included. Raises `StorageError`."""
+        """How the location was used, figures not written yet included. Raises `StorageError`."""
         has_waited = self._adding.acquire(timeout=PATIENCE)
         try:
             with self._backend.view() as view:
@@ -115,7 +112,7 @@ class SavedNotes(Part):
                 self._adding.release()
 
     def _figures(self, note: bytes | None, kept: Kept) -> History:
-        """The figures of a note, and what was counted here."""
+        """The figures of a note, with what was counted here."""
         history, budget = History.of(note), self._budget
         history.add(kept)
         history.models |= self._models
@@ -124,7 +121,7 @@ class SavedNotes(Part):
         return history
 
     def _write(self, name: bytes, pack: Callable[[bytes | None], bytes]) -> bool:
-        """Replace a note by what `pack` makes of it, unless that is too large; whether it is there."""
+        """Replace a note by what `pack` makes of it; False if that is too large, or fails."""
         try:
             return self._replace(name, pack)
         except StorageError as error:
