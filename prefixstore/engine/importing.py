@@ -18,16 +18,9 @@ __all__ = ["Imported", "Importer"]
 
 
 class Imported(NamedTuple):
-    """The outcome of an import of pages.
+    """How many imported pages were stored, and the size of their payloads; how many were present, or refused.
 
-    Attributes
-    ----------
-    pages, bytes
-        How many were stored, and the size of their payloads.
-    present
-        How many were here already.
-    refused
-        How many found no space, or not their parent.
+    A page is refused if there is no space for it, or its parent is not stored.
     """
 
     pages: int = 0
@@ -49,9 +42,9 @@ class Importer(Part):
 
     @handed_over
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
-        """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
+        """Write pages that were stored elsewhere, parents before their children; lookups find them after that.
 
-        Those that are here already stay as they are. The settings are those of their namespaces, canonical, by key.
+        Pages that are stored already stay as they are. `settings` has the canonical settings of their namespaces.
 
         Raises
         ------
@@ -78,14 +71,14 @@ class Importer(Part):
                 elif is_same(known[one.key], record):
                     present += 1
                 else:
-                    # another page has its key: neither it nor its descendants can be here
+                    # another page has its key: neither the page nor its descendants can be stored
                     del known[one.key]
             written = self._committer.commit(added)
             with self._backend.view() as view:
                 # tails that a stored page continues
                 present += sum(overlaps_of(view, new.page)[1] for new in added if new not in written)
         except Exception:
-            # also those that were announced and not passed on
+            # including pages that were announced and not committed
             self._catalog.give_up(news)
             raise
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))

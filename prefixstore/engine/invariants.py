@@ -1,4 +1,4 @@
-"""What `check` verifies: every invariant of a location; and what finds the rows that are wrong, for what mends them."""
+"""The invariants of a location, which `check` verifies and a repair restores."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
     "violations",
 ]
 
-# how often all pages are counted while others write
+# how often all pages are counted again while others write
 SUMS = 5
-# how often what seems to be wrong is looked at again
+# how often something that looks wrong is looked at again
 TIMES = 2
 
 
@@ -79,27 +79,27 @@ class Check(NamedTuple):
     Attributes
     ----------
     kind
-        The letter of the rows.
+        The kind of the rows.
     find
-        What is wrong with some rows of this kind. The rule ``index`` is what `Pages.reindex` mends, ``orphan`` what
-        `PageUpdate.delete` does; for the others a page is deleted.
+        Finds what is wrong with some of them. `Pages.reindex` mends faults of the rule ``index``; for the other rules
+        the page is deleted.
     """
 
     kind: bytes
     find: Callable[[PageView, Sequence[Row]], Iterator[Fault]]
 
     def walk(self, view: PageView) -> Iterator[Fault]:
-        """What is wrong with all rows of this kind, some of which are in memory at a time."""
+        """What is wrong with all rows of this kind; a part of them is in memory at a time."""
         for rows in keyspace.walk(view.rows, self.kind):
             found = list(self.find(view, rows))
             for _ in range(TIMES if found else 0):
-                # this view may see later commits: as they are now
+                # a view may see later commits: look at these rows as they are now
                 found = list(self.find(view, stored(view, list(dict.fromkeys(one.row.key for one in found)))))
             yield from found
 
 
 def page_of(row: Row) -> bytes:
-    """The key of the page of which a row is, or ``b""``."""
+    """The key of the page to which a row belongs, or ``b""``."""
     if row.key.startswith(keyspace.CHILD):
         child = child_rows.ChildRow.unpack(row.value)
         return (child.page if child is not None else None) or b""
@@ -107,7 +107,7 @@ def page_of(row: Row) -> bytes:
 
 
 def flaws(view: PageView) -> Iterator[tuple[str, bytes, str]]:
-    """Faults of the places of pages, and of what is kept beside them, such as the index of children.
+    """Faults of the sequence of pages, and of the rows beside them, such as the index of children.
 
     Each is a rule of `Violation`, the key of the page or ``b""``, and a message. Raises `CorruptError` if the location
     cannot be used at all.
@@ -119,12 +119,12 @@ def flaws(view: PageView) -> Iterator[tuple[str, bytes, str]]:
 
 
 def stored(view: PageView, keys: Sequence[bytes]) -> list[Row]:
-    """Those of these rows that there are."""
+    """Those of these rows that exist."""
     return [Row(key, value) for key, value in zip(keys, view.rows.get(keys), strict=True) if value is not None]
 
 
 def strays(view: PageView) -> tuple[set[bytes], set[bytes]]:
-    """Pages that can never be found, and those that a newer version wrote; without what follows them."""
+    """Pages that can never be found, and pages that a newer version wrote; both without their descendants."""
     lost: set[bytes] = set()
     newer: set[bytes] = set()
     for rows in keyspace.walk(view.rows, keyspace.RECORD):
@@ -135,7 +135,7 @@ def strays(view: PageView) -> tuple[set[bytes], set[bytes]]:
 
 
 def is_stray(view: PageView, key: bytes) -> bool:
-    """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
+    """Whether a page can never be found: it cannot be read, or does not follow its parent."""
     record, _ = view.records([key]).get(key, (None, None))
     if not isinstance(record, Record):
         return True
@@ -144,7 +144,7 @@ def is_stray(view: PageView, key: bytes) -> bool:
 
 
 def _misplaced_pages(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
-    """What is wrong with the places of those of these pages that can be read, in their sequences."""
+    """Pages, among those that can be read, that do not follow their parents."""
     records = {key: one for key, (one, _) in view.records([row.key[1:] for row in rows]).items()}
     pages = [(row, one) for row in rows if isinstance(one := records.get(row.key[1:]), Record)]
     above = view.records([page.parent for _, page in pages])
@@ -180,7 +180,7 @@ def _misplaced(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
     children = [child_rows.ChildRow.unpack(row.value) for row in rows]
     records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
     for row, child, record in zip(rows, children, records, strict=True):
-        # if its record is damaged, a page may be below any row
+        # a page whose record is damaged may belong below any row
         if child is None or (
             child.page is not None and (record is None or row.key not in (path_in(child.page, record) or [row.key]))
         ):
@@ -237,13 +237,13 @@ def _miscounted(view: PageView) -> Iterator[tuple[str, bytes, str]]:
         counted, right = view.counts(), view.recount()
         all_counted, every = counted.get(keyspace.COUNT, Count()), right[keyspace.COUNT]
         if every.pages > sum(count.pages for row, count in right.items() if row != keyspace.COUNT):
-            # what those hold that cannot be read was counted when they were written
+            # pages that cannot be read now were counted with their sizes when they were written
             is_right = all_counted.pages == every.pages
         else:
             is_right = {keyspace.COUNT: all_counted} | counted == right
         if is_right:
             return
-        # once, others may have written meanwhile
+        # the first time, others may have written in between
         n_wrong += view.counts() == counted
         if n_wrong == TIMES:
             what = f"there are {every.pages} pages of {every.stored_bytes} bytes, counted as {all_counted.pages} of"
@@ -266,7 +266,7 @@ def violations(view: PageView, budget: Budget) -> list[Violation]:
 
 
 def _spoiled(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
-    """What is wrong with pages themselves."""
+    """What is wrong with the contents of pages."""
     usages, namespaces = view.rows.get([keyspace.USAGE + row.key[1:] for row in rows]), set(view.namespaces())
     for row, usage in zip(rows, usages, strict=True):
         for rule, message in _faults(view, row, usage, namespaces):
@@ -274,13 +274,13 @@ def _spoiled(view: PageView, rows: Sequence[Row]) -> Iterator[Fault]:
 
 
 def _faults(view: PageView, row: Row, usage: bytes | None, namespaces: Collection[bytes]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a page itself: rules, and messages. One at a time: what a server sends is in memory."""
+    """What is wrong with the contents of a page: rules and messages. One page at a time is in memory."""
     key = row.key[1:]
     record = Entry.of(key, row.value, usage).record
     try:
         if isinstance(record, Record):
             stored, payload = next(iter(view.rows.payloads([row.key]))) or (row.value, None)
-            # the row itself may be damaged where its value is kept twice
+            # a backend may keep the value twice, and the one beside the payload may be damaged
             record = Entry.of(key, stored, usage).record
         if not isinstance(record, Record):
             raise record

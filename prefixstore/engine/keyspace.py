@@ -1,6 +1,4 @@
-"""The rows of a location: their keys and their values. The only module that knows them.
-
-Child rows are in `engine.child_rows`.
+"""The rows of a location: their keys and values. No other module knows them, except `engine.child_rows`.
 
 ==========  =================================  ==========================================
 row         key                                value
@@ -14,8 +12,8 @@ leaf        ``l`` namespace, page key          a `Leaf`: what eviction ranks by
 count       ``t``; ``t`` tenant, namespace     a `Count`: of all pages; of those of a namespace
 ==========  =================================  ==========================================
 
-Only pages that no other one follows, and that are not pinned, have a leaf row. A tenant is a hash of a salt, or the
-beginning of a namespace that has none.
+Pages that have no children and are not pinned have a leaf row. A tenant is a hash of a salt; a namespace without a salt
+is a tenant of its own, named by the beginning of its key.
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ LEAF = b"l"
 COUNT = b"t"
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
-# By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows
-# begin and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
+# By kind: where the parts of a key end. An encrypted location hides these one by one. Ranges of such rows begin and end
+# between parts, or after a whole key. Rows of other kinds are only read by their keys.
 PARTS: dict[bytes, Sequence[int]] = {
     RECORD: (33,),
     USAGE: (33,),
@@ -79,7 +77,7 @@ PARTS: dict[bytes, Sequence[int]] = {
     LEAF: (33, 65),
     COUNT: (17, 49),
 }
-# rows that a walk reads at a time
+# how many rows a walk reads at a time
 AT_ONCE = 1024
 
 
@@ -89,7 +87,7 @@ def everything(kind: bytes) -> Range:
 
 
 def walk(view: View, kind: bytes, after: bytes = b"") -> Iterator[list[Row]]:
-    """All rows of a kind, some at a time, from the one after the key ``kind + after`` on; none is an empty list."""
+    """All rows of a kind, some at a time, beginning after the key ``kind + after``. No list is empty."""
     whole = everything(kind)
     start = kind + after + b"\0" if after else whole.start
     while rows := view.ranges([Range(start, whole.stop, AT_ONCE)])[0]:
@@ -98,53 +96,44 @@ def walk(view: View, kind: bytes, after: bytes = b"") -> Iterator[list[Row]]:
 
 
 def leaf_row(namespace: bytes, key: bytes) -> bytes:
-    """The row with what eviction ranks a page by."""
+    """The key of the leaf row of a page."""
     return LEAF + namespace + key
 
 
 def leaves_of(namespace: bytes, start: bytes = b"", limit: int | None = None) -> Range:
-    """The leaf rows of a namespace, from this page key on."""
+    """The leaf rows of a namespace, from the page key `start` on."""
     return Range(leaf_row(namespace, start), after_all(leaf_row(namespace, b"")), limit)
 
 
 def count_row(tenant: bytes, namespace: bytes) -> bytes:
-    """The row with what a namespace holds."""
+    """The key of the count row of a namespace."""
     return COUNT + tenant + namespace
 
 
 @lru_cache(1024)
 def tenant_of(salt: str | None, namespace: bytes) -> bytes:
-    """Whose pages those of a namespace are, with this salt or without one."""
+    """The tenant of a namespace with this salt, or without one."""
     if salt is None:
         return namespace[:TENANT_BYTES]
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=_OF_TENANT).digest()
 
 
 def counts_from(start: bytes, limit: int) -> Range:
-    """The rows with what namespaces hold, from this tenant on."""
+    """The count rows of namespaces, from the tenant `start` on."""
     return Range(COUNT + (start or b"\0"), everything(COUNT).stop, limit)
 
 
 def counts_of(tenant: bytes) -> Range:
-    """The rows with what the namespaces of a tenant hold."""
+    """The count rows of the namespaces of a tenant."""
     return under(COUNT + tenant)
 
 
 class Count(NamedTuple):
-    """What a group of pages holds, or by how much that changes.
+    """What a group of pages adds up to, or a change of that.
 
-    Attributes
-    ----------
-    pages
-        How many pages.
-    stored_bytes, raw_bytes
-        The bytes of their payloads as stored, and of the states that these stand for.
-    quota_bytes
-        What they count against a quota: stored bytes and tokens.
-    pinned, pinned_bytes
-        How many of them are pinned, and what these count against a quota.
-    leaves
-        How many have a leaf row.
+    `stored_bytes` are those of payloads, `raw_bytes` those of the states in them, and `quota_bytes` what the pages
+    count against a quota (`Head.quota_bytes`). `pinned_bytes` is the part of these of pinned pages, `leaves` the number
+    of leaf rows.
     """
 
     pages: int = 0
@@ -183,9 +172,9 @@ _COUNT = struct.Struct("<7q")
 
 
 class Leaf(NamedTuple):
-    """What eviction ranks a page by that no other one follows. The fields are those of its record and its usage.
+    """What eviction ranks a page by. The fields are those of its record and its usage.
 
-    A wrong one costs a good order, and nothing else: what is deleted follows from the record.
+    A wrong leaf row spoils the order of eviction, and nothing else: what is deleted follows from the record.
     """
 
     parent: bytes
@@ -225,7 +214,7 @@ class Leaf(NamedTuple):
 
 MOST_TOKENS = 2**32 - 1
 _LEAF = struct.Struct(f"<{KEY_BYTES}sQQQIIHhB")
-# the same for NumPy, to rank many at once
+# the same layout for NumPy, to rank many leaves at once
 LEAVES = np.dtype(
     [
         ("parent", f"V{KEY_BYTES}"),
@@ -247,5 +236,5 @@ def bookmarks_note(namespace: bytes) -> bytes:
 
 
 def under(node: bytes, limit: int | None = None) -> Range:
-    """The rows under a node, or all whose keys begin with these bytes."""
+    """The rows whose keys begin with these bytes, such as a node."""
     return Range(node, after_all(node), limit)

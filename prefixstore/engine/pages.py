@@ -1,4 +1,4 @@
-"""A location of pages, in a backend that keeps rows; `engine.keyspace` says in which.
+"""A location of pages, kept in the rows of a backend (`engine.keyspace`).
 
 A caller holds one view or update of a location at a time, and does not fork while it holds one. The errors are those of
 `prefixstore.errors.StorageError`: `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a
@@ -52,19 +52,19 @@ MENDED: Sequence[tuple[Check, Callable[[PageUpdate, Row], None]]] = (
     (WRONG_LEAVES, lambda transaction, row: transaction.mend_leaf(row.key[1:])),
     (STRAY_LEAVES, lambda transaction, row: transaction.rows.delete(row.key)),
 )
-# rows that a rebuild of the index changes in one update, if there is space for it
+# how many rows a rebuild of the index looks at in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
-# pages of which the index is mended without being asked: some seconds
+# up to so many pages the index is mended at once, which takes some seconds
 MENDED_AT_ONCE = 20_000
-# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
-# than one repair.
+# Each pass removes the last rows of chains of child rows that lead to no page. A longer chain was forged, and takes
+# more than one repair.
 PASSES = 256
-# how often work is done that contradicts what another process has committed meanwhile
+# how often an update is tried that conflicts with what another process has committed meanwhile
 CONFLICTS = 8
 
 
 def retried(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Retry a function that is one transaction if it raises `ConflictError`, a limited number of times."""
+    """A function that is one update, retried a limited number of times if it raises `ConflictError`."""
 
     @wraps(work)
     def retrying(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -77,9 +77,9 @@ def retried(work: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def fewer(pages: Pages, at_once: int, error: FullError) -> int:
-    """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
+    """How many pages or rows to change in one update, after a location had no space to change `at_once`.
 
-    Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.
+    Deleting needs space as well, until the update is committed. Raises `error` if it was a single one.
     """
     if at_once == 1:
         raise error
@@ -89,22 +89,15 @@ def fewer(pages: Pages, at_once: int, error: FullError) -> int:
 
 
 class Pages:
-    """A location that keeps pages, in the rows of a backend. Safe to use from many threads.
+    """A location of pages. Safe to use from many threads.
 
     Parameters
     ----------
     rows
-        The backend, which is closed with this.
+        The backend, which is closed with this; None if the location could not be reached.
     location, open_it
-        Instead: of a location that could not be reached. A later request opens it, and after a failure the next one:
-        the circuit breaker makes pauses.
-
-    Attributes
-    ----------
-    cache
-        Records that were read lately.
-    encrypted
-        How the rows are encrypted, if they are.
+        The URL of such a location, and the function that opens it. A later request calls that, and if it fails, the
+        next one; the circuit breaker makes pauses in between.
     """
 
     encrypted: Encrypted | None = None
@@ -124,7 +117,7 @@ class Pages:
         self._is_torn = False
 
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
-        """Have everything encrypted; see `Encrypted`, also for what is raised."""
+        """Encrypt everything from now on. Raises what `Encrypted` raises."""
         try:
             from prefixstore.engine.encrypted import Encrypted  # noqa: PLC0415 - the extra "encryption"
         except ImportError as error:
@@ -138,7 +131,7 @@ class Pages:
         Raises
         ------
         UnavailableError
-            If it could not be reached before, and cannot be opened now, or another thread is trying.
+            If it could not be reached before, and cannot be now, or another thread is trying.
         """
         return self._backend if self._backend is not None else self._opened()
 
@@ -169,7 +162,7 @@ class Pages:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on this machine: then one slow answer says more about the machine than about the location."""
+        """Whether it is on this machine: see `Backend.is_local`."""
         return self._backend is not None and self._backend.is_local
 
     @contextmanager
@@ -181,9 +174,9 @@ class Pages:
 
     @contextmanager
     def update(self) -> Iterator[PageUpdate]:
-        """Read and write. Waits for other transactions; leaving the block commits.
+        """Read and write. Waits for other updates; leaving the block commits.
 
-        If it has deleted a page whose record does not say where it was, `mend` is to be called.
+        After that, call `mend` if damaged pages may have been deleted.
         """
         rows = self.rows
         with (self.encrypted or rows).update() as update:
@@ -197,9 +190,9 @@ class Pages:
         self.rows.sync()
 
     def mend(self) -> None:
-        """Mend the index if a page was deleted whose record did not say where it was.
+        """Mend the index if a page was deleted whose damaged record left index rows behind.
 
-        In a large location that takes long, and others would wait: a check finds it, and a repair does it.
+        In a large location, where others would wait too long, only a repair does that.
         """
         if not self._is_torn:
             return
@@ -214,7 +207,7 @@ class Pages:
             self._is_torn = False
 
     def reindex(self) -> None:
-        """Mend the index of children, some pages at a time, and count everything again."""
+        """Mend all index rows, some pages at a time, and count everything again."""
         for check, mend in MENDED:
             for _ in range(PASSES if check.kind == keyspace.CHILD else 1):
                 if not self._mend_all(check, mend):
@@ -222,7 +215,7 @@ class Pages:
         self._correct_counts()
 
     def _mend_all(self, check: Check, mend: Callable[[PageUpdate, Row], None]) -> bool:
-        """Mend all rows that a check finds wrong, some at a time; whether there were any."""
+        """Mend all rows that a check finds wrong, some at a time; returns whether there were any."""
         was_wrong, start, at_once = False, check.kind, REINDEXED_AT_ONCE
         while start:
             try:
@@ -237,7 +230,10 @@ class Pages:
     def _mend_some(
         self, check: Check, mend: Callable[[PageUpdate, Row], None], start: bytes, at_once: int
     ) -> tuple[bytes, bool]:
-        """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
+        """Mend the wrong ones of the next rows, in one update.
+
+        Returns where the rows after them begin (``b""`` after the last one), and whether any was wrong.
+        """
         with self.update() as transaction:
             rows = transaction.rows.ranges([Range(start, keyspace.everything(check.kind).stop, at_once)])[0]
             wrong = list(check.find(transaction, rows))
@@ -251,7 +247,7 @@ class Pages:
             transaction.replace_counts(transaction.recount())
 
     def undecryptable(self, *, delete: bool = False) -> int:
-        """How many rows cannot be decrypted, of a location that is encrypted; with `delete` they are deleted."""
+        """How many rows of an encrypted location cannot be decrypted; with `delete` they are deleted."""
         return self.encrypted.undecryptable(delete=delete) if self.encrypted is not None else 0
 
     def after_fork(self) -> None:
@@ -266,7 +262,7 @@ class Pages:
     def close(self) -> None:
         """Release the location. A second call does nothing."""
         self._is_closed = True
-        # what is being opened is closed when that ends
+        # waits if the location is being opened
         with self._opening:
             if self._backend is not None:
                 self._backend.close()

@@ -28,7 +28,7 @@ Ranks: TypeAlias = npt.NDArray[np.float64]
 
 
 class Policy:
-    """The order of eviction, and what it is told so that it can learn one. By default it learns nothing."""
+    """An order of eviction. It is told of lookups, captures and evictions, from which it may learn."""
 
     name = ""
     """As in ``policy=``."""
@@ -38,47 +38,39 @@ class Policy:
         raise NotImplementedError
 
     def admits(self, new: Leaf, victim: Leaf) -> bool:
-        """Whether a new page is worth more than a victim: otherwise it is not stored."""
+        """Whether a new page is worth more than a victim; if not, it is not stored."""
         return True
 
     def looked_up(self, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
-        """A prompt began with these stored pages, restored or already live; there are none after a miss.
+        """A prompt of `n_tokens`, if known, was served with these pages, restored or live; a miss has none.
 
-        It sets the `uses` and the `page_class` of these, as `added` does.
-
-        Parameters
-        ----------
-        pages
-            The pages, from the first one on. Their uses, and the time of the last one, do not count this one yet.
-        n_tokens
-            How long the prompt is, if that is known.
-        now
-            The time of this use, in nanoseconds since the epoch, later than that of every other.
+        Sets the `uses` and the `page_class` of the pages, which do not include this use yet. `now` is in nanoseconds
+        since the epoch, and later than every other use.
         """
         for page in pages:
             page.uses = min(page.uses + 1, MOST_USES)
 
     def added(self, page: Page) -> None:
-        """A page was captured by this engine."""
+        """A page was captured here. Sets its `uses` and `page_class`."""
         return
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
-        """A page was evicted by this engine, or not admitted, after so many uses, the last one at this time."""
+        """A page was evicted or not admitted here, after so many uses, the last one at this time."""
         return
 
     def prepare(self, pages: int) -> None:
-        """Victims are about to be chosen, among so many stored pages."""
+        """Victims will be chosen among so many stored pages."""
         return
 
     note: bytes | None = None
-    """The name under which a location keeps what was learned; None if nothing is."""
+    """The name of the note with what was learned; None if this policy learns nothing."""
 
     def save(self) -> bytes:
         """What was learned, as a note."""
         return b""
 
     def load(self, note: bytes) -> bool:
-        """Go on with what was learned before; whether it could be read. If not, nothing changes."""
+        """Continue with what was learned before; False, and no change, if it cannot be read."""
         return False
 
 
@@ -117,9 +109,9 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The memory of evicted pages: a table in which a page overwrites the one that had its place before.
+    """The memory of evicted pages: a table in which a page overwrites another one with the same place.
 
-    An entry has the first bits of the number of the key, the uses, and the clock; 0 is an empty one.
+    An entry has 24 bits of the key, 8 bits of uses, and 32 bits of the clock; 0 is an empty entry.
     """
 
     def __init__(self) -> None:
@@ -132,7 +124,7 @@ class Ghosts:
         self._table[number % GHOSTS] = number >> 40 << 40 | min(max(uses, 1), MOST_COUNTED) << 32 | clock
 
     def recall(self, key: bytes) -> Ghost | None:
-        """What is known of an evicted page; rarely of another one that looks like it."""
+        """What is known of an evicted page; in rare cases, of another one with the same bits."""
         number = int.from_bytes(key[:8], "little")
         entry = int(self._table[number % GHOSTS])
         uses = entry >> 32 & MOST_COUNTED

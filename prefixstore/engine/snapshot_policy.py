@@ -1,4 +1,4 @@
-"""Which snapshots of a sequence are given up again."""
+"""Thins the snapshots along a sequence."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from prefixstore.format.record import Record
 
 __all__ = ["branches", "thin", "too_many"]
 
-# siblings compared at each page to find out where sequences fork: where there are many, they fork in few places
+# how many children of each page are compared to find out where sequences fork; many children fork in few places
 SIBLINGS_COMPARED = 64
 
 
 def too_many(
     view: PageView, catalog: Catalog, found: Located, keep: int, interval: int, valued: Collection[int] = ()
 ) -> list[Page]:
-    """The snapshots along a prompt that are to be given up, so that `keep` are left; not pinned ones.
+    """The snapshots along a prompt to delete so that `keep` are left; pinned ones are not among them.
 
-    Those from which other prompts branch off, or which are `valued`, stay before others.
+    Snapshots from which other prompts branch off, and those at `valued` positions, are deleted last.
     """
     snapshots = [path.pages[-1] for path in reversed(found.to_snapshots())]
     there = [page for page in snapshots if not catalog.is_thinned(page.key)]
@@ -44,21 +44,11 @@ def too_many(
 
 
 def thin(taken: Sequence[int], keep: int, interval: int, valued: Collection[int] = ()) -> set[int]:
-    """Which of the snapshots along one sequence to delete.
+    """Which of the positions `taken`, ascending, to give up so that `keep` are left.
 
-    The newest stays. Of the others, the one whose loss leaves the smallest gap is deleted first, by the logarithm of
-    the distance from the newest: so they stay dense near the newest, and older ones are spaced further apart.
-
-    Parameters
-    ----------
-    taken
-        Positions, ascending.
-    keep
-        How many may stay, at least one.
-    interval
-        Distances much smaller than this do not matter.
-    valued
-        Positions from which other sequences branch off, or are likely to: they are deleted last.
+    The newest stays. Of the others, the one whose loss leaves the smallest gap goes first, measured by the logarithm of
+    the distance from the newest: so they stay dense near the newest, and older ones are spaced further apart. Distances
+    much smaller than `interval` do not matter. Positions that are `valued` go last.
     """
     left = list(taken)
     while len(left) > keep:
@@ -75,13 +65,7 @@ def thin(taken: Sequence[int], keep: int, interval: int, valued: Collection[int]
 def branches(path: Iterable[tuple[int, Iterable[bytes]]], tokens: Tokens) -> list[int]:
     """The positions along `tokens` at which stored sequences branch off, to the token.
 
-    Parameters
-    ----------
-    path
-        For each page along `tokens`, the start of the sequence included: where it ends, and the tokens of its children
-        and snapshots.
-    tokens
-        The sequence.
+    `path` has, for the start of the sequence and for each page along it, where it ends and the tokens of its children.
     """
     raw = tokens.tobytes()
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, compact."""
+"""Upkeep of a location: measure, check, pin, clear, compact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Upkeep(Part):
     Attributes
     ----------
     behind
-        Gives the engine of the far one of two locations, where the same is done if it says so; None for one location.
+        Returns the engine of the far location, where some methods do the same; None for one location.
     """
 
     behind: Callable[[], Engine] | None = None
@@ -49,7 +49,7 @@ class Upkeep(Part):
         self._lookups = lookups
         self._deleter = deleter
         self._evictor = evictor
-        # the bytes of all payloads, when they were measured last
+        # the bytes of all payloads and states, as measured last
         self._sizes = (0, 0)
 
     # -- what it holds ------------------------------------------------------------------------------------------------
@@ -64,15 +64,14 @@ class Upkeep(Part):
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
-        """The last known `used`; does not query the location."""
+        """What `used` returned last; does not ask the location."""
         return self._evictor.used or Used(0, 0), *self._sizes
 
     @handed_over
     def measure(self) -> bool:
-        """Bring `last_used` up to date, for monitoring; whether the location answered.
+        """Bring `last_used` up to date, for monitoring; returns whether the location answered.
 
-        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
-        location.
+        Does not block while the circuit is open, and never raises because of the location.
         """
         try:
             with self.breaker.asking():
@@ -83,7 +82,7 @@ class Upkeep(Part):
 
     @handed_over
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location, or behind it, except those whose settings are damaged."""
+        """The namespaces that have pages, in the far location as well, except those whose settings are damaged."""
         with self.breaker.asking(), self._backend.view() as view:
             stored = view.namespaces()
         found: dict[bytes, Namespace] = {}
@@ -116,8 +115,8 @@ class Upkeep(Part):
 
     @handed_over
     def check(self, budget: Budget | None = None) -> list[Violation]:
-        """Check every invariant of the location, every checksum, and a budget (by default its own); also behind it."""
-        # first, since it finds out which keys others use now
+        """Check every invariant, every checksum, and a budget (by default its own); in the far location as well."""
+        # first: this finds out which keys others use now
         n_rows = self._backend.undecryptable()
         with self._backend.view() as view:
             found = violations(view, self._budget if budget is None else budget)
@@ -128,9 +127,9 @@ class Upkeep(Part):
 
     @handed_over
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
-        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover.
+        """Pin or unpin the committed pages of the longest stored prefix; returns how many tokens they cover.
 
-        Behind the location, too, if that works; those tokens are not counted.
+        In the far location as well, if it answers; the number is that of the near one.
         """
         path = Path((), 0)
 
@@ -138,7 +137,7 @@ class Upkeep(Part):
             nonlocal path
             prompt = self._lookups.prompt(namespace, tokens, page_tokens)
             found = self._lookups.locate(transaction, prompt, self._catalog.along(prompt), snapshots=True)
-            # where there are snapshots, pages alone cannot be restored
+            # if there are snapshots, pages alone cannot be restored
             path = next(iter(found.to_snapshots()), found.path())
             return [page.key for page in path.pages]
 
@@ -152,10 +151,7 @@ class Upkeep(Part):
 
     @handed_over
     def pin_page(self, page: Page, *, pinned: bool) -> int:
-        """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
-
-        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
-        """
+        """Pin or unpin a page with its relatives (see `pinned_with`); returns how many pages changed."""
 
         def chosen(transaction: PageUpdate) -> Sequence[bytes]:
             return pinned_with(transaction, page.key, pinned=pinned)
@@ -176,10 +172,10 @@ class Upkeep(Part):
 
     @handed_over
     def clear(self, namespace: bytes | None) -> int:
-        """Delete all pages of a namespace, pinned ones too (None: of the location), also behind it; how many.
+        """Delete all pages of a namespace, or of all (None), pinned ones too, in both locations; returns how many.
 
-        In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
-        continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
+        In several updates, so that others need not wait for all of it. Pages that are captured meanwhile stay, unless
+        they continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
         """
         n_pages = self._deleter.delete(Choice(None if namespace is None else {namespace})).pages
         return n_pages + (self.behind().upkeep.clear(namespace) if self.behind is not None else 0)
