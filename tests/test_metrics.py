@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import contextmanager
 
 import pytest
 import yaml
 
 from prefixstore import PrefixStore
-from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
+from prefixstore.errors import ClosedError, InvalidParameterError
 from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
@@ -128,24 +127,8 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
 # -- when something is wrong ------------------------------------------------------------------------------------------
 
 
-class Failing(MemoryPages):
-    """A location that fails while it is told to."""
-
-    fails = False
-    asked = 0
-
-    @contextmanager
-    def view(self):
-        self.asked += 1
-        if self.fails:
-            raise UnavailableError("it fails on purpose")
-        with super().view() as view:
-            yield view
-
-
 def test_a_scrape_of_a_location_that_fails_tells_the_last_known_sizes():
-    backend = Failing()
-    with store_of(backend) as store:
+    with store_of(backend := FlakyBackend(MemoryPages(), "view")) as store:
         registry = new_registry()
         StoreMetrics(registry, store)
         store.put(A)

@@ -131,8 +131,8 @@ def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(llam
         for _ in range(8 * TORTURE):
             server.ask(0)
         stats_before = server.store.engine.counters
-        # the first one waited, and found out
-        assert flaky().asked_by_completions() - asked <= 2
+        # the first one waited, in the three steps of a lookup, and found out
+        assert 0 < flaky().asked_by_completions() - asked <= 3
         assert stats_before["miss:unavailable"] - before >= 8 * TORTURE - 1
         assert stats_before["outages"] == 1
         assert 0.7 <= stats_before.seconds("lost") < slow_clock.now + 0.1

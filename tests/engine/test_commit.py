@@ -8,24 +8,24 @@ from prefixstore.errors import FullError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from tests.support.engines import NS, A, B, MemoryPages, P, state_of, store_of, two_stores
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FlakyBackend
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------
 
 
 def test_a_full_backend_is_tried_again_after_space_was_made():
-    backend = FaultyBackend(MemoryPages(), "put", FullError("full"), at=4, times=2)
+    backend = FlakyBackend(MemoryPages(), "put", error=FullError("full"), failing=(4, 5))
     with store_of(backend) as store:
         store.put(A)
         assert store.put(B) == 3
         assert store.counters.group("dropped") == {}
-        assert backend.failures == 2
+        assert backend.n_failed == 2
         assert store.match(B) == 12
 
 
 @pytest.mark.slow
 def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception():
-    backend = FaultyBackend(MemoryPages(), "commit", FullError("full"), at=2, times=None)
+    backend = FlakyBackend(MemoryPages(), "commit", error=FullError("full"), failing=range(2, 100))
     with store_of(backend) as store:
         store.put(A)
         assert store.put(B) == 0

@@ -1,17 +1,10 @@
 """What an engine tells of itself: what was given up, what was written and deleted, what found no space."""
 
-from contextlib import contextmanager
-
 import numpy as np
 
 from prefixstore import FullError, PrefixStore
-from tests.support.engines import (
-    A,
-    B,
-    MemoryPages,
-    entry,
-    store_of,
-)
+from tests.support.engines import A, B, MemoryPages, entry, store_of
+from tests.support.faults import FlakyBackend
 
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
@@ -31,21 +24,12 @@ def test_pages_that_are_written_and_deleted_add_up_to_those_that_are_there():
 
 
 def test_what_a_failed_transaction_has_written_and_deleted_is_not_counted():
-    class Failing(MemoryPages):
-        fails = False
-
-        @contextmanager
-        def update(self):
-            with super().update() as transaction:
-                yield transaction
-                if self.fails:
-                    raise FullError("full")
-
-    with store_of(Failing(), max_bytes=3 * entry()) as store:
+    backend = FlakyBackend(MemoryPages(), "commit", error=FullError("full"))
+    with store_of(backend, max_bytes=3 * entry()) as store:
         store.put(A)
-        store.backend.fails = True
+        backend.fails = True
         store.put(B)
-        store.backend.fails = False
+        backend.fails = False
         assert (store.counters["allocations"], store.counters["frees"]) == (3, 0)
 
 

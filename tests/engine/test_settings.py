@@ -6,7 +6,7 @@ from prefixstore.engine.delete import Choice
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support.engines import NS, A, B, MemoryPages, P, store_of
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FlakyBackend
 from tests.support.newer import make_corrupt
 
 
@@ -60,7 +60,7 @@ def test_a_transaction_that_fails_keeps_the_settings(operation):
     backend = MemoryPages()
     with store_of(backend) as store:
         store.put(A)
-    with store_of(FaultyBackend(backend, operation)) as store:
+    with store_of(FlakyBackend(backend, operation, failing=(1,))) as store:
         with pytest.raises(UnavailableError):
             store.engine.upkeep.clear(None)
         assert settings_of(store) == {NS}

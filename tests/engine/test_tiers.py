@@ -205,11 +205,9 @@ def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypat
 
 @pytest.mark.parametrize("max_delay", [None, 20.0])
 def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_delay, caplog):
-    class Broken(MemoryPages):
-        def view(self):
-            raise ValueError("a fault of a plug-in")
-
-    store = Tiers(MemoryPages(), Broken(), max_delay=max_delay)
+    broken = FlakyBackend(MemoryPages(), "view", error=ValueError("a fault of a plug-in"))
+    broken.fails = True
+    store = Tiers(MemoryPages(), broken, max_delay=max_delay)
     with closing(store.engine):
         store.capture(A)
         assert store.restore([*A, 7, 7]) == 3

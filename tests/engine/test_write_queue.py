@@ -8,7 +8,7 @@ import pytest
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, in_thread
 from tests.support.engines import A, B, MemoryPages, Store, store_of
-from tests.support.faults import FaultyBackend, FlakyBackend
+from tests.support.faults import FlakyBackend
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def test_others_who_wait_or_capture_do_not_make_a_hanging_location_look_alive(mo
 
 
 def test_a_bug_does_not_end_the_thread_of_the_queue():
-    backend = FaultyBackend(MemoryPages(), "put", ZeroDivisionError(), at=2)
+    backend = FlakyBackend(MemoryPages(), "put", error=ZeroDivisionError(), failing=(2,))
     with store_of(backend) as store:
         store.submit(A[:4])
         store.engine.flush()

@@ -16,7 +16,7 @@ from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
 from prefixstore.units import counted
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FlakyBackend
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
@@ -205,7 +205,7 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_ag
 
 
 def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
-    source.backend = FaultyBackend(source.backend, "payload", at=3, times=None)
+    source.backend = FlakyBackend(source.backend, "payload", failing=range(3, 100))
     with pytest.raises(UnavailableError, match="on purpose"):
         export_store(source, io.BytesIO())
     with Archive(tmp_path / "target", create=True) as target, pytest.raises(UnavailableError, match="on purpose"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer, Record
 from tests.support import PATIENCE
 
@@ -68,82 +69,24 @@ class _PageByPage(Seam):
             yield from found
 
 
-class _Remote(Seam):
-    """Pages of another machine, so to speak, with something that happens before each operation."""
-
-    is_local = False
-
-    def __init__(self, backend: Pages) -> None:
-        super().__init__(backend, lambda name: self._before(OPERATIONS[name]) if name in OPERATIONS else None)
-
-    def _before(self, operation: Operation) -> None:
-        """Called before each operation."""
-        raise NotImplementedError
-
-    def _inside(self, view: Any) -> Any:
-        return _PageByPage(view, self.before)
-
-
-class FaultyBackend(_Remote):
-    """A backend whose operations fail on purpose.
+class FlakyBackend(Seam):
+    """Pages of another machine, so to speak, that are slow, or fail, as a test says while they are used.
 
     Parameters
     ----------
     backend
         Does the work; closed with this one.
-    operation
-        What fails: ``"view"``, ``"record"``, ``"payload"``, ``"update"``, ``"put"``, ``"delete"``,
-        ``"commit"`` (nothing of the transaction stays) or ``"sync"``.
+    slow
+        Which operations are concerned; all but commits, if none is named.
     error
-        What is raised; `UnavailableError` by default.
-    at
-        The first call that fails, counted from 1.
-    times
-        How many calls fail; None for all that follow.
-
-    Attributes
-    ----------
-    calls
-        How often each operation was called.
-    failures
-        How many calls have failed.
-    """
-
-    def __init__(
-        self,
-        backend: Pages,
-        operation: Operation,
-        error: StorageError | None = None,
-        *,
-        at: int = 1,
-        times: int | None = 1,
-    ) -> None:
-        super().__init__(backend)
-        self._operation = operation
-        self._error = error if error is not None else UnavailableError(f"{operation} fails on purpose")
-        self._failing = range(at, at + times) if times is not None else range(at, 2**62)
-        self._lock = threading.Lock()
-        self.calls: dict[Operation, int] = {}
-        self.failures = 0
-
-    def _before(self, operation: Operation) -> None:
-        with self._lock:
-            self.calls[operation] = self.calls.get(operation, 0) + 1
-            fails = operation == self._operation and self.calls[operation] in self._failing
-            self.failures += fails
-        if fails:
-            raise self._error
-
-
-class FlakyBackend(_Remote):
-    """A backend whose operations are slow, or fail, as a test says while it is used.
+        What they raise when they fail, instead of `UnavailableError`.
+    failing
+        Which calls of them fail, counted from 1.
 
     Attributes
     ----------
     seconds
-        How much longer each of the `slow` operations takes.
-    slow
-        Which these are.
+        How much longer each of them takes.
     fails
         Whether all of them fail, once they have taken their time.
     gate
@@ -152,17 +95,28 @@ class FlakyBackend(_Remote):
         How often each thread has begun an operation.
     sleep
         Lets the time pass that a slow operation takes; a test may have a clock of its own.
+    n_failed
+        How many calls have failed.
     """
 
-    def __init__(self, backend: Pages, *slow: Operation) -> None:
-        super().__init__(backend)
-        self.seconds = 0.0
+    is_local = False
+
+    def __init__(
+        self, backend: Pages, *slow: Operation, error: Exception | None = None, failing: Container[int] = ()
+    ) -> None:
+        super().__init__(backend, lambda name: self._before(OPERATIONS[name]) if name in OPERATIONS else None)
         self.slow: tuple[Operation, ...] = slow or ("view", "payload", "record", "update", "put", "delete", "sync")
+        self._error, self._failing, self._calls, self._lock = error, failing, itertools.count(1), threading.Lock()
+        self.seconds = 0.0
         self.fails = False
         self.gate = threading.Event()
         self.gate.set()
         self.asked: Counter[str] = Counter()
         self.sleep: Callable[[float], object] = time.sleep
+        self.n_failed = 0
+
+    def _inside(self, view: Any) -> Any:
+        return _PageByPage(view, self.before)
 
     def _before(self, operation: Operation) -> None:
         self.asked[threading.current_thread().name] += 1
@@ -170,12 +124,15 @@ class FlakyBackend(_Remote):
             return
         self.gate.wait(PATIENCE)
         self.sleep(self.seconds)
-        if self.fails:
-            raise UnavailableError(f"{operation} fails on purpose")
+        with self._lock:
+            fails = next(self._calls) in self._failing or self.fails
+            self.n_failed += fails
+        if fails:
+            raise self._error or UnavailableError(f"{operation} fails on purpose")
 
     def asked_by_completions(self) -> int:
         """How often a completion has waited for the location."""
-        return sum(n for thread, n in self.asked.items() if thread.startswith(("MainThread", "prefixstore-read")))
+        return sum(n for thread, n in self.asked.items() if thread.startswith(("MainThread", "prefixstore-work")))
 
     def let_through(self, n: int) -> threading.Semaphore:
         """From now on only so many payloads come, and more as the semaphore is released."""
