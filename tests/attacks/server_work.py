@@ -9,8 +9,6 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from tests.support.engines import MIB, A, B, Store
 
-__all__ = ["WORK", "is_intact", "lookup", "stored", "tried"]
-
 
 @contextmanager
 def stored(url: str, *sequences: list[int], max_bytes: int = 64 * MIB) -> Iterator[Store]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["BLOCKS", "HEADS_KV", "HEAD_DIM", "LAYERS", "Memory", "Model", "kv_heads", "windowed"]
-
 LAYERS, WIDTH, HEADS, HEADS_KV, HEAD_DIM = 4, 128, 4, 2, 32
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.models.architectures import HEAD_DIM, HEADS, Memory, Model, model
 
-__all__ = ["ATTENTION_MODELS"]
-
 A, MROPE, MLA = Memory.ATTENTION, Memory.MROPE, Memory.MLA
 
 ATTENTION_MODELS: tuple[Model, ...] = (

@@ -7,8 +7,6 @@ from tests.models.attention import ATTENTION_MODELS
 from tests.models.hybrids import HYBRID_MODELS, NO_DECODERS
 from tests.models.windows import WINDOW_MODELS
 
-__all__ = ["DECODERS", "MODELS", "OF_EACH_KIND"]
-
 MODELS: dict[str, Model] = {
     model.name: model for model in (*ATTENTION_MODELS, *WINDOW_MODELS, *HYBRID_MODELS, *NO_DECODERS)
 }

@@ -13,8 +13,6 @@ from typing import Any
 
 import llama_cpp
 
-__all__ = ["discover"]
-
 # of ggml_tensor: a type and a pointer stand before the four extents
 EXTENTS_AT = 16
 

@@ -18,8 +18,6 @@ from tests.models.weights import Weights
 from tests.support import PATIENCE, ROOT
 from tests.support.models import finish
 
-__all__ = ["CannotGenerateError", "generate"]
-
 N_VOCAB = 4096
 # scales of quantized weights: these have none
 OPTIONAL = (".scale", ".input_scale")

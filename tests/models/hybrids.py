@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.models.architectures import HEADS, LAYERS, WIDTH, Memory, Model, kv_heads, model, windowed
 
-__all__ = ["HYBRID_MODELS", "NO_DECODERS"]
-
 HYBRID, RECURRENT, NONE = Memory.HYBRID, Memory.RECURRENT, Memory.NONE
 LAST = kv_heads(LAYERS, {3})
 LFM2 = {"block_count": 6, "attention__head_count_kv": kv_heads(6, {2, 5}), "shortconv__l_cache": 3}

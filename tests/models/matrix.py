@@ -22,8 +22,6 @@ from tests.models.records import Answer, Outcome, Row, Settings
 from tests.models.server_door import alone, proxied
 from tests.support.models import forget
 
-__all__ = ["DOORS", "Case", "rows"]
-
 DOORS = ("python", "server")
 CUT = 1000
 # what one door has computed, and the other one restores

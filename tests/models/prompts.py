@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
-__all__ = ["ANSWER", "Prompts", "common", "prompts"]
-
 # stands for the answer to the first prompt
 ANSWER = "[[answer]]"
 SYSTEM, USER, ASSISTANT, END = "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"

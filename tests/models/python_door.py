@@ -17,8 +17,6 @@ from prefixstore import PrefixStore
 from tests.models.records import Answer, Settings
 from tests.support.models import load, logits, state_bytes
 
-__all__ = ["N_PREDICT", "answers", "is_restored_exactly", "opened", "served"]
-
 N_PREDICT = 16
 TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from tests.models.architectures import Memory
 from tests.models.prompts import common
 
-__all__ = ["SCENARIOS", "SLACK", "Answer", "Outcome", "Row", "Settings", "limit"]
-
 SCENARIOS = ("same", "regenerate", "other", "third", "next", "edit")
 # what may be computed beyond what is new in a prompt: pages and boundaries need not end at the token
 SLACK = 64

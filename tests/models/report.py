@@ -10,8 +10,6 @@ from tests.models.catalogue import MODELS
 from tests.models.records import SCENARIOS, SLACK, Row
 from tests.support import ROOT
 
-__all__ = ["document", "line", "write_document"]
-
 PLACE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Models

@@ -14,8 +14,6 @@ from tests.models.records import Answer, Settings
 from tests.support.llama_server import binary, start
 from tests.support.served import launch
 
-__all__ = ["Server", "alone", "proxied"]
-
 N_CTX = 8192
 
 

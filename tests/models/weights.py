@@ -16,8 +16,6 @@ import numpy as np
 
 from tests.models.architectures import Model
 
-__all__ = ["Weights"]
-
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 BIAS, SUPPRESS, LOGIT_STD = 4.0, -16.0, 4.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.models.architectures import HEAD_DIM, LAYERS, Memory, Model, model, windowed
 
-__all__ = ["WINDOW_MODELS"]
-
 W = Memory.WINDOW
 SWA_HEADS = {"attention__key_length_swa": HEAD_DIM, "attention__value_length_swa": HEAD_DIM}
 
