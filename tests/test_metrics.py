@@ -17,7 +17,7 @@ from tests.support import ROOT
 from tests.support.engines import A, MemoryPages, snapshot_of, store_of
 from tests.support.exposition import names, problems, samples, value
 from tests.support.faults import FlakyBackend
-from tests.support.models import answer, prompt
+from tests.support.models import answer, caching, prompt
 
 DOCS = ROOT / "docs"
 LOCATIONS = ("memory:", "lmdb")
@@ -35,8 +35,7 @@ def text_of(registry):
 @pytest.mark.parametrize("location", LOCATIONS)
 def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama, tmp_path, location):
     llm, tokens = llama(), prompt(700)
-    with PrefixStore(tmp_path / "kv" if location == "lmdb" else location, llm) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "kv" if location == "lmdb" else location, llm) as store:
         assert problems(store.metrics()) == []
         answer(llm, tokens, 1)  # a miss
         answer(llm, tokens, 1)  # live

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore import PrefixStore
 from tests.support import in_fork
-from tests.support.models import answer, load, prompt
+from tests.support.models import answer, caching, load, prompt
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
@@ -15,8 +14,7 @@ def test_a_forked_child_works_and_so_does_its_parent(models, tmp_path, location)
     # in one thread: the OpenMP runtime of llama.cpp does not survive a fork once it has started more
     llm = load(models("llama"))
     tokens = prompt(700)
-    with PrefixStore(tmp_path if location == "lmdb" else location, llm) as store:
-        llm.set_cache(store)
+    with caching(tmp_path if location == "lmdb" else location, llm) as store:
         cold = answer(llm, tokens, 4)
         store.flush()
 

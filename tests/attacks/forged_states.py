@@ -20,7 +20,7 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
 from prefixstore.llama.state.parse import parse_sequence
-from tests.support.models import answer, forget, load, prompt
+from tests.support.models import answer, caching, forget, load, prompt
 from tests.support.timeouts import disable_timeouts
 
 SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
@@ -93,8 +93,7 @@ def replaced(backend: Pages, key: bytes, payload: bytes) -> Iterator[None]:
 def forge(*, model: str, location: str, options: dict[str, Any], first: int, step: int) -> dict[str, Any]:
     """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
     llm = load(model, n_ctx=512, n_batch=64, **options)
-    with PrefixStore(location, llm, **SETTINGS) as store:
-        llm.set_cache(store)
+    with caching(location, llm, **SETTINGS) as store:
         answer(llm, prompt(180), 4)
         tokens = [*llm.input_ids[: llm.n_tokens].tolist(), 7, 8, 9]
         store.flush()

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from prefixstore.engine.trie import MOST_KEPT
 
-from prefixstore import PrefixStore
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
 from prefixstore.engine.record_cache import MOST_KEPT
 from prefixstore.engine.space import REMEMBERED
-from tests.support.models import TORTURE, answer, prompt
+from tests.support.models import TORTURE, answer, caching, prompt
 from tests.support.timeouts import wait_for
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
@@ -81,8 +81,7 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
     where = home if scheme == "sqlite" else home / "kv"
     llm = llama(n_ctx=2048)
     thirds = []
-    with PrefixStore(location, llm, max_bytes=MAX_BYTES, ttl="1h") as store:
-        llm.set_cache(store)
+    with caching(location, llm, max_bytes=MAX_BYTES, ttl="1h") as store:
         tokens = prompt(400)
         lookups = 0
         for _ in range(3):

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.config import Config
 from prefixstore.diagnosis import doctor
 from prefixstore.diagnosis.doctor import Level, examine, mount_of
-from tests.support.models import load, prompt
+from tests.support.models import caching, load, prompt
 
 
 class Disk(NamedTuple):
@@ -53,8 +52,7 @@ def local_disk(tmp_path, monkeypatch):
 def served(models, tmp_path_factory):
     location = tmp_path_factory.mktemp("served") / "kv"
     llm = load(models("llama"))
-    with PrefixStore(location, llm) as store:
-        llm.set_cache(store)
+    with caching(location, llm):
         llm(prompt(600), max_tokens=1)
     llm.close()
     return models("llama"), location

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support.models import forget, load, prompt
+from tests.support.models import caching, forget, load, prompt
 
 RULES = (
     "You are a careful assistant of a large company. Answer in short sentences, name your sources, and say when you do "
@@ -28,8 +28,7 @@ def llm(model):
 
 @pytest.fixture
 def store(llm, tmp_path):
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "kv", llm, page_tokens=32) as store:
         yield store
 
 
@@ -126,8 +125,7 @@ def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(m
             assert found.other_settings[0].n_tokens == found.n_tokens
         llm.close()
     llm = load(model)
-    with PrefixStore(tmp_path / "tenants", llm, salt="one") as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "tenants", llm, salt="one") as store:
         ask(llm, RULES)
     with PrefixStore(tmp_path / "tenants", llm, salt="two") as store:
         assert (store.explain(RULES).reason, store.explain(RULES).other_settings) == ("empty", ())
@@ -140,8 +138,7 @@ def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(m
 def test_models_that_resume_from_snapshots_say_how_much_is_the_same(models, tmp_path):
     llm = load(models("mamba"))
     tokens = prompt(400, 1)
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=32, snapshot_interval=128) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "kv", llm, page_tokens=32, snapshot_interval=128) as store:
         ask(llm, tokens)
         found = store.explain(tokens[:300] + prompt(100, 2))
         assert found.reason == "fork"

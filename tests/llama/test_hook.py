@@ -12,7 +12,7 @@ from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
 from prefixstore import MisuseError, PrefixStore
 from prefixstore.engine.pages import open_pages
-from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
+from tests.support.models import answer, attached, caching, evaluated, forget, prompt, state_bytes
 
 
 def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
@@ -113,8 +113,7 @@ def test_detach_leaves_the_llama_as_it_was(llama, store):
 
 def test_a_llama_whose_store_was_closed_continues_without_it(llama):
     llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm):
         with_store = answer(llm, prompt(300), 4)
     assert llm.cache is None
     assert answer(llm, prompt(300), 4) == with_store
@@ -148,13 +147,11 @@ def test_the_store_is_a_llama_cpp_cache(llama, store):
 
 def test_a_read_only_store_restores_and_writes_nothing(llama, tmp_path):
     llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        llm.set_cache(store)
+    with caching(tmp_path, llm) as store:
         answer(llm, prompt(600), 1)
     before = (tmp_path / "data.mdb").read_bytes()
     other = llama()
-    with PrefixStore(tmp_path, other, read_only=True) as store:
-        other.set_cache(store)
+    with caching(tmp_path, other, read_only=True) as store:
         assert evaluated(store, lambda: answer(other, prompt(600) + prompt(300, seed=2), 1)) == 300
         with pytest.raises(MisuseError, match="read_only"):
             store.clear()
@@ -203,8 +200,7 @@ def test_logprobs_of_a_prompt_never_come_from_rows_that_were_not_computed(llama,
     llm = llama(arch, logits_all=True, n_ctx=512)
     plain = llm(text, **options)["choices"][0]["logprobs"]["token_logprobs"]
     llm.reset()
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm) as store:
         llm(text, max_tokens=1, temperature=0)
         forget(llm)
         llm.scores[:] = 0
@@ -293,8 +289,7 @@ def test_a_damaged_page_is_captured_again_by_the_prompt_that_has_found_it(llama,
         [key] = [key for key, record, _ in transaction.scan() if record.start == 256]
         transaction.put(key, transaction.record(key), transaction.usage(key), b"x" * len(transaction.payload(key)))
     llm = llama(n_ctx=1024)
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=64, codec="raw") as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "kv", llm, page_tokens=64, codec="raw") as store:
         answer(llm, tokens, 1)
         assert store.stats().unreadable == {"corrupt": 1}
         store.flush()

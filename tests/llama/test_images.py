@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from llama_cpp.llama_chat_format import Llava15ChatHandler
 
-from prefixstore import PrefixStore
-from tests.support.models import forget, load
+from tests.support.models import caching, forget, load
 from tests.support.vision import picture, write_projector
 
 SYSTEM = "The quick brown fox jumps over the lazy dog. " * 30
@@ -38,8 +37,7 @@ def test_the_text_before_an_image_is_restored_for_this_image_and_another_and_not
         cold[case] = ask(llm, *case)
     assert len(set(cold.values())) > 1
     n_text = len(llm.tokenize(SYSTEM.encode()))
-    with PrefixStore(tmp_path / "store", llm) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "store", llm) as store:
         for case in cases * 2:
             assert ask(llm, *case) == cold[case]
         store.flush()
@@ -48,8 +46,7 @@ def test_the_text_before_an_image_is_restored_for_this_image_and_another_and_not
         assert store.stats().dropped == {}
     # the longest text and what the template adds to it
     assert deepest < len(llm.tokenize((SYSTEM + "And so on. " * 9).encode())) + 40
-    with PrefixStore(tmp_path / "store", llm) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "store", llm) as store:
         for i, case in enumerate(cases[:2], 1):
             forget(llm)
             assert ask(llm, *case) == cold[case]

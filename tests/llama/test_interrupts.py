@@ -11,10 +11,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.testing.models import write_model
 from tests.support.ctrl_c import PACKAGE, interrupted, places_in
-from tests.support.models import SHAPES, TORTURE_OF_LONG, forget, load, logits, prompt, volume
+from tests.support.models import SHAPES, TORTURE_OF_LONG, caching, forget, load, logits, prompt, volume
 from tests.support.trust import CLOSE, assert_right, failing
 
 # what is raised in a finalizer, Python ignores
@@ -116,8 +115,7 @@ def prepared(llm, operation):
     """A store, and an operation that is about to be done."""
     prepare, act = OPERATIONS[operation]
     forget(llm)
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         prepare(llm, store)
         if store._current is not None:
             # whether a restore pays depends on the speed of the machine
@@ -167,8 +165,7 @@ def test_what_follows_an_interrupt_is_right(contexts, operation):
                 store.close()
             follow(contexts, store)
         if operation == "detach":
-            with PrefixStore("memory:", llm, **PAGES) as store:
-                llm.set_cache(store)
+            with caching("memory:", llm, **PAGES) as store:
                 follow(contexts, store)
         assert type(llm._ctx) is llama_cpp._internals.LlamaContext
         assert not {"eval", "reset", "save_state", "load_state"} & vars(llm).keys()

@@ -18,7 +18,7 @@ from prefixstore.llama.fingerprint import llama_cpp_build, namespace_of
 from prefixstore.models.file import file_digest
 from prefixstore.testing import models as synthetic
 from tests.support import ROOT
-from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes, write_lora
+from tests.support.models import SHAPES, answer, caching, forget, load, prompt, state_bytes, write_lora
 
 TOKENS = prompt(600)
 
@@ -28,8 +28,7 @@ def filled(models, tmp_path):
     """A location that holds the prompt, computed by the plain model."""
     location = tmp_path / "kv"
     llm = load(models("llama"))
-    with PrefixStore(location, llm) as store:
-        llm.set_cache(store)
+    with caching(location, llm) as store:
         answer(llm, TOKENS, 1)
         assert store.match(TOKENS).n_tokens == 600
     return location
@@ -118,8 +117,7 @@ def test_a_lora_adapter_and_its_scale_are_part_of_the_namespace(filled, models, 
     options = {"lora_path": str(lora), "lora_scale": 1.0}
     adapted = load(models("llama"), **options)
     assert found(filled, adapted) == 0
-    with PrefixStore(filled, adapted) as store:
-        adapted.set_cache(store)
+    with caching(filled, adapted):
         answer(adapted, TOKENS, 1)
     assert found(filled, load(models("llama"), **options)) == 600
     assert found(filled, load(models("llama"), **(options | {"lora_scale": 0.5}))) == 0

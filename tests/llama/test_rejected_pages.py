@@ -18,7 +18,7 @@ from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
-from tests.support.models import answer, forget, load, logits, prompt, state_digest
+from tests.support.models import answer, caching, forget, load, logits, prompt, state_digest
 
 PAGE = 32
 TOKENS = prompt(4 * PAGE + 9)
@@ -186,8 +186,7 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
 ):
     llm = llama(arch, n_ctx=512, n_batch=PAGE)
     place = f"lmdb://{tmp_path / 'kv'}"
-    with PrefixStore(place, llm, **SETTINGS) as store:
-        llm.set_cache(store)
+    with caching(place, llm, **SETTINGS) as store:
         answer(llm, TOKENS, 4)
         # a state of recurrent memory is stored whole: it helps a prompt that continues it
         tokens = [*llm.input_ids[: llm.n_tokens].tolist(), 7, 8, 9]
@@ -205,8 +204,7 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
         real(record, *args)
 
     monkeypatch.setattr(source, "decode_into", watched)
-    with PrefixStore(place, llm, **SETTINGS) as store:
-        llm.set_cache(store)
+    with caching(place, llm, **SETTINGS) as store:
         if known:
             # the shape is known from a page of its own
             answer(llm, OTHER, 1)

@@ -9,7 +9,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support.models import answer, forget, load, prompt
+from tests.support.models import answer, caching, forget, load, prompt
 
 TOKENS = prompt(600)
 KINDS = {
@@ -61,8 +61,7 @@ def opened(models, monkeypatch):
 
 def captured(location, llm):
     """The namespace of a context, the answer to the prompt, and the bytes of all pages that it has stored, by key."""
-    with PrefixStore(location, llm) as store:
-        llm.set_cache(store)
+    with caching(location, llm) as store:
         text = answer(llm, TOKENS, 1)
         store.flush()
         with store._engine.view() as view:
@@ -96,8 +95,7 @@ def test_settings_that_change_no_row_share_pages_that_are_equal_bit_by_bit(tmp_p
     # and each restores what the other has stored
     for location, llm in ((location_of_plain, changed), (tmp_path, plain)):
         forget(llm)
-        with PrefixStore(location, llm) as store:
-            llm.set_cache(store)
+        with caching(location, llm) as store:
             assert answer(llm, TOKENS, 1) == (got[1] if llm is changed else expected[1])
             assert store.stats().tokens_restored == 599
 

@@ -12,7 +12,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import checksum
 from prefixstore.llama import snapshot_strategy, strategy
-from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
+from tests.support.models import answer, attached, caching, evaluated, forget, prompt, state_bytes
 
 KINDS = {"mamba": "snapshots", "lfm2": "pages and snapshots"}
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 30}
@@ -70,8 +70,7 @@ def asked(question: str, document: str) -> list[dict[str, str]]:
 
 def test_the_end_of_the_system_prompt_and_of_a_document_stay_when_a_conversation_grows(llama, arch):
     llm, document = llama(arch), "The names of temporary files are chosen at random. " * 20 + "\n\n"
-    with PrefixStore("memory:", llm, snapshot_interval=128, max_snapshots=4) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, snapshot_interval=128, max_snapshots=4) as store:
         messages = asked(QUESTIONS[0], document)
         for question in [*QUESTIONS, *QUESTIONS]:
             messages.append({"role": "assistant", "content": say(llm, messages, 2)})
@@ -85,8 +84,7 @@ def test_the_end_of_the_system_prompt_and_of_a_document_stay_when_a_conversation
 
 def test_ten_snapshots_of_a_hybrid_take_little_more_than_one_state(llama, arch):
     llm = llama(arch)
-    with PrefixStore("memory:", llm, codec="raw") as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, codec="raw") as store:
         tokens = prompt(300)
         for turn in range(5):
             answer(llm, tokens, 2)

@@ -13,7 +13,7 @@ import pytest
 from llama_cpp._internals import LlamaContext
 
 from prefixstore import ContextError, MisuseError, PrefixStore
-from tests.support.models import answer, evaluated, forget, load, logits, prompt, state_bytes
+from tests.support.models import answer, caching, evaluated, forget, load, logits, prompt, state_bytes
 from tests.support.trust import Injected, assert_right, failing, stored_sequences
 
 SMALL = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
@@ -224,8 +224,7 @@ def test_tokens_that_the_llama_names_and_does_not_hold_are_not_believed(contexts
     llm, warm, cold = contexts(arch)
     other = prompt(100, seed=8)
     question = [*other, *OTHER]
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         answer(llm, other, 1)
         llm.reset()
         llm.eval(TEXT[:48])
@@ -248,8 +247,7 @@ def test_tokens_that_the_llama_names_and_does_not_hold_are_not_believed(contexts
 
 def test_another_context_in_the_same_llama_is_not_used(llama):
     llm, other = llama(**SMALL), llama(**SMALL)
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         answer(llm, TEXT, 1)
         own, llm._ctx = llm._ctx, other._ctx
         llm.n_tokens = 0
@@ -300,8 +298,7 @@ def test_a_loaded_state_is_used_for_one_prompt_and_then_computed_and_stored(cont
     other.eval(TEXT)
     state, question = other.save_state(), TEXT + OTHER
     expected = answer(plain, question, 4)
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         llm.load_state(state)
         assert evaluated(store, lambda: answer(llm, question, 1)) == len(OTHER)
         assert stored_sequences(store) == []
@@ -347,8 +344,7 @@ def test_what_is_no_token_stays_for_every_prompt_that_continues_it(contexts, n):
     questions = [[-1] * n + prompt(8, seed=seed) for seed in range(3)]
     prepare(plain, n, -1)
     expected = [answer(plain, question) for question in questions]
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         for _ in range(2):
             prepare(llm, n, -1)
             assert [answer(llm, question) for question in questions] == expected
@@ -369,8 +365,7 @@ def test_what_a_handler_evaluated_is_continued_however_short_it_is(contexts):
     question = [3] * 3 + prompt(8)
     prepare(plain, 3, 3)
     expected = answer(plain, question)
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         prepare(llm, 3, 3)
         assert answer(llm, question) == expected
         assert stored_sequences(store) == []
@@ -385,8 +380,7 @@ def test_a_store_attached_to_a_used_llama_works_at_once(contexts, arch):
     chat = TEXT + OTHER
     expected = answer(plain, chat, 4)
     answer(llm, TEXT, 4)  # the beginning of the same conversation
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         assert answer(llm, chat, 4) == expected
         assert store.match(chat).n_tokens >= len(chat) - 1
         forget(llm)
@@ -432,8 +426,7 @@ def test_a_store_that_is_gone_leaves_nothing_behind(contexts, tmp_path):
 
 def test_sequence_1_is_left_alone_if_it_is_in_use(contexts):
     llm, plain, _ = contexts()
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
+    with caching("memory:", llm, **PAGES) as store:
         llm.eval(prompt(20, seed=1))
         llm._ctx.kv_cache_seq_cp(0, 1, -1, -1)
         pointer = vars(llm._ctx)["memory"]

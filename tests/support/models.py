@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def attached(store: PrefixStore, llm: llama_cpp.Llama) -> llama_cpp.Llama:
     store.attach(llm)
     llm.set_cache(store)
     return llm
+
+
+@contextmanager
+def caching(location: str | Path, llm: llama_cpp.Llama, **options: Any) -> Iterator[PrefixStore]:
+    """A store that is attached to a `Llama`, and is its cache."""
+    with PrefixStore(location, llm, **options) as store:
+        llm.set_cache(store)
+        yield store
 
 
 def evaluated(store: PrefixStore, work: Callable[[], object]) -> int:

@@ -20,7 +20,7 @@ from prefixstore.traces.read import read_trace
 from prefixstore.traces.recorder import Recorder
 from prefixstore.traces.replay import replay
 from tests.support import in_thread
-from tests.support.models import forget, load, prompt
+from tests.support.models import caching, forget, load, prompt
 
 PAGE = 16
 
@@ -50,14 +50,12 @@ def live(llm, location, trace, policy, max_entries, *, block_tokens, write_behin
     """Hit tokens of each request, as the store itself counts them."""
     found = []
     options = {"page_tokens": PAGE, "policy": policy, "max_entries": max_entries, "write_behind": write_behind}
-    with PrefixStore(location, llm, **options) as store:
-        llm.set_cache(store)
-        with store.trace(trace, block_tokens=block_tokens):
-            for tokens in conversations(1):
-                # as another server that has computed nothing itself
-                forget(llm)
-                llm(list(tokens), max_tokens=4, temperature=0)
-                found.append((store.last.n_tokens, store.last.restored))
+    with caching(location, llm, **options) as store, store.trace(trace, block_tokens=block_tokens):
+        for tokens in conversations(1):
+            # as another server that has computed nothing itself
+            forget(llm)
+            llm(list(tokens), max_tokens=4, temperature=0)
+            found.append((store.last.n_tokens, store.last.restored))
     return found
 
 
@@ -78,10 +76,8 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
 
 def test_hashes_and_lengths_are_recorded_and_no_text(llm, tmp_path):
     secret = "a secret that nobody else may read, whatever happens. " * 4
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
-        llm.set_cache(store)
-        with store.trace(tmp_path / "plain"):
-            llm(secret, max_tokens=2)
+    with caching(tmp_path / "kv", llm, page_tokens=PAGE) as store, store.trace(tmp_path / "plain"):
+        llm(secret, max_tokens=2)
     plain = (tmp_path / "plain").read_text()
     assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600
     header, request, *stored = map(json.loads, plain.splitlines())
@@ -126,8 +122,7 @@ def open_files(path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_file_is_bounded_and_a_disk_that_fails_ends_recording_not_a_completion(llm, tmp_path, monkeypatch, caplog):
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
-        llm.set_cache(store)
+    with caching(tmp_path / "kv", llm, page_tokens=PAGE) as store:
         recorder = store.trace(tmp_path / "t", max_bytes=2000)
         for seed in range(20):
             llm(prompt(60, seed), max_tokens=1)
@@ -153,8 +148,7 @@ def test_the_environment_has_every_store_recorded_and_does_not_keep_one_from_ope
 ):
     monkeypatch.setenv("PREFIXSTORE_TRACE", str(tmp_path / "t"))
     for seed in (1, 2):
-        with PrefixStore(tmp_path / f"kv{seed}", llm, page_tokens=PAGE) as store:
-            llm.set_cache(store)
+        with caching(tmp_path / f"kv{seed}", llm, page_tokens=PAGE) as store:
             llm(prompt(60, seed), max_tokens=1)
     assert len(read_trace(tmp_path / "t").requests) == 2
     # recording ends with the store
