@@ -26,8 +26,7 @@ from prefixstore.engine.pages import open_pages
 from tests.support.places import fill, space
 location, below, journal, out = sys.argv[1:]
 power = ctypes.CDLL(None)
-power.power_start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long]
-power.power_start(below.encode(), journal.encode(), 0)
+power.power_start(below.encode(), journal.encode())
 with closing(open_pages(location, max_bytes=1 << 24)) as backend:
     for n in range({COMMITS}):
         fill(backend, space(), [[n] * 4])

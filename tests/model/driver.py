@@ -113,9 +113,7 @@ class Store:
         self._locations, self._options, self._journal = list(locations), options, journal
         self._is_hanging = False
         if journal is not None:
-            start = ctypes.CDLL(None).power_start
-            start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long]
-            start(os.fsencode(journal[0]), os.fsencode(journal[1]), 0)
+            ctypes.CDLL(None).power_start(*map(os.fsencode, journal))
         self._open()
 
     def _open(self) -> None:
