@@ -16,42 +16,9 @@ from prefixstore.errors import FullError, LocationError
 from prefixstore.testing import PersistentBackendContract
 from tests.support import PATIENCE, in_fork, python
 from tests.support.places import refusal
-from tests.support.rows import delete, payload_of, put, rows_of, write
+from tests.support.rows import Writer, delete, payload_of, put, rows_of, write
 
 MIB = 1 << 20
-
-WRITER = """
-import sys
-from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
-from tests.support.rows import write
-backend = LMDBBackend(sys.argv[1], int(sys.argv[2]))
-print("open", flush=True)
-for line in sys.stdin:
-    number, size = map(int, line.split())
-    print(write(backend, number, size).hex(), flush=True)
-backend.close()
-"""
-
-
-class Process:
-    """Another process with the location open, that writes rows when it is told to."""
-
-    def __init__(self, path, max_bytes):
-        self.process = python(WRITER, path, max_bytes)
-        assert self.process.stdout.readline() == "open\n"
-
-    def write(self, number, size=1000):
-        self.process.stdin.write(f"{number} {size}\n")
-        self.process.stdin.flush()
-        return bytes.fromhex(self.process.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        with self.process:
-            self.process.stdin.close()
-        assert self.process.returncode == 0
 
 
 class TestRows(PersistentBackendContract):
@@ -221,7 +188,7 @@ def test_opening_does_not_wait_for_a_writer_and_a_killed_one_holds_nothing(tmp_p
 
 @pytest.mark.slow
 def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
-    with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
+    with closing(LMDBBackend(tmp_path, MIB)) as backend, closing(Writer(tmp_path, 64 * MIB)) as other:
         small = backend._environment.env.info()["map_size"]
         key = other.write(1, 8 * MIB)
         with backend.view() as view:
@@ -234,7 +201,7 @@ def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
 
 @pytest.mark.slow
 def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
-    with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
+    with closing(LMDBBackend(tmp_path, MIB)) as backend, closing(Writer(tmp_path, 64 * MIB)) as other:
         key = write(backend, 1, 100_000)
         seen = []
 

@@ -1,7 +1,6 @@
 """Opening an LMDB file has a child process walk it, unless it was closed by us and nothing has changed since."""
 
 import os
-import signal
 import subprocess
 from contextlib import closing, contextmanager, suppress
 
@@ -12,7 +11,7 @@ from prefixstore.backends.lmdb.checked import NOTE
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import CorruptError, UnavailableError
 from tests.support import PATIENCE, in_thread, python
-from tests.support.rows import delete, key_of, rows_of
+from tests.support.rows import Writer, delete, key_of, rows_of
 from tests.support.rows import put as put_row
 
 MIB = 1 << 20
@@ -125,28 +124,13 @@ def test_any_other_note_is_none(kv, monkeypatch):
     assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
 
 
-WRITER = """
-import sys
-from tests.backends.test_lmdb_checked import LMDBBackend, MIB, write
-backend = LMDBBackend(sys.argv[1], 16 * MIB)
-write(backend, 500)
-print("ready", flush=True)
-sys.stdin.readline()
-backend.close()
-"""
-
-
-def writer(path):
-    process = python(WRITER, path)
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_is(kv, monkeypatch):
-    with writer(kv) as process:
-        for options in ({}, {"read_only": True}):
-            assert n_walks(monkeypatch, kv, **options) == 0
-        process.send_signal(signal.SIGKILL)
+    other = Writer(kv, 16 * MIB)
+    other.write(500)
+    for options in ({}, {"read_only": True}):
+        assert n_walks(monkeypatch, kv, **options) == 0
+    other.process.kill()
+    other.process.communicate()
     # it has written after the last one who closed the file
     (kv / NOTE).write_bytes(b"")
     assert n_walks(monkeypatch, kv) == 1

@@ -13,7 +13,7 @@ from prefixstore.backends.lmdb.environment import OLD
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, python, seeds
-from tests.support.rows import key_of, rows_of
+from tests.support.rows import Writer, key_of, rows_of
 
 MIB = 1 << 20
 # inside of a leaf, on a page of its own, just over a page, on many
@@ -101,27 +101,15 @@ def test_a_scrub_leaves_nothing_of_deleted_rows_and_all_others_unchanged(tmp_pat
         assert len(rows_of(backend)) == 220
 
 
-SERVER = """
-import sys
-from contextlib import closing
-from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
-with closing(LMDBBackend(sys.argv[1], 64 << 20)):
-    print("open", flush=True)
-    sys.stdin.readline()
-"""
-
-
 def test_a_store_that_another_process_has_open_is_left_as_it_is(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(12))
         delete(backend, range(6))
         before, data = rows_of(backend), (tmp_path / "data.mdb").read_bytes()
-        with python(SERVER, tmp_path) as other:
-            assert other.stdout.readline() == "open\n"
+        with closing(Writer(tmp_path, 64 * MIB)):
             for erase in (False, True):
                 with pytest.raises(UnavailableError, match="open in another process"):
                     backend.compact(erase=erase)
-            other.communicate("\n")
         assert (tmp_path / "data.mdb").read_bytes() == data
         backend.compact(erase=True)
         assert readable(tmp_path, range(6)) == 0

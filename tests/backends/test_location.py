@@ -107,13 +107,9 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("url", SECRETS)
-def test_no_part_of_a_secret_in_a_url_is_shown(url):
+def test_no_part_of_a_secret_in_a_url_is_shown_or_in_a_message(url, caplog):
     assert "CRET" not in without_password(url)
     assert without_password(url).startswith(url[: url.index("://")])
-
-
-@pytest.mark.parametrize("url", [*SECRETS, "postgresql://127.0.0.1:1/x?password=S3@CRET"])
-def test_no_part_of_a_secret_in_a_url_is_in_a_message(url, caplog):
     caplog.set_level(logging.DEBUG)
     with pytest.raises(PrefixStoreError) as caught:
         open_backend(url, max_bytes=MIB)

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from prefixstore.backends.sql import postgresql_rows
-from tests.support.postgres import database, name_of
+from tests.support.postgres import database
 from tests.support.sql_rows import MIB, opened, put, row, statements
 
 # more than the sockets and their buffers hold
@@ -15,22 +15,13 @@ LONG = 3 * MIB + 1
 
 
 @pytest.fixture(scope="module")
-def filled(postgres_template):
-    """A server with a location, its rows and their keys."""
-    server, template = postgres_template
-    with database(server, template) as url:
+def stored(postgres_template):
+    """A location, its rows and their keys."""
+    with database(*postgres_template) as url:
         rows = [row(i, LONG) for i in range(5)]
         with opened(url) as backend:
             keys = put(backend, *rows)
-        yield server, url, rows, keys
-
-
-@pytest.fixture
-def stored(filled):
-    """A copy of the location, its rows and their keys."""
-    server, url, rows, keys = filled
-    with database(server, name_of(url)) as copy:
-        yield copy, list(rows), list(keys)
+        yield url, rows, keys
 
 
 def as_bytes(fetched):
