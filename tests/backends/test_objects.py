@@ -280,6 +280,29 @@ def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_
         assert set(rows_of(backend)) == {key_of(1), key_of(3)}
 
 
+def test_what_does_not_change_is_read_twice_however_fast_others_write(new_prefix, monkeypatch):
+    url = new_prefix()
+    with rows_at(url) as writer, rows_at(url) as reader:
+        write(writer, 1)
+        write(writer, 2)
+        (refresh, get), n_read = (reader._store.refresh, reader._client.get), []
+
+        def busy():
+            for number in (3, 4):
+                write(writer, number)
+            return refresh()
+
+        def counted(name, *known):
+            n_read.append("/rows/" in name)
+            return get(name, *known)
+
+        with reader.view() as view:
+            monkeypatch.setattr(reader._store, "refresh", busy)
+            monkeypatch.setattr(reader._client, "get", counted)
+            assert None not in view.get([key_of(1), key_of(2)])
+        assert sum(n_read) <= 4
+
+
 # -- writers side by side ----------------------------------------------------------------------------------------------
 
 

@@ -69,8 +69,12 @@ class ObjectsView(View):
     def _in_one_state(
         self, read: Callable[[State], dict[bytes, Stored | None]], depends_on: Callable[[bytes], bool]
     ) -> dict[bytes, Stored | None]:
-        """The rows that this reads, again if others that it depends on were committed meanwhile."""
-        rows = read(self._state)
+        """The rows that this reads, again if others that it depends on were committed meanwhile.
+
+        Of two commits only the last one says what it has changed. But rows that are the same when they are read again
+        are those of the state that was there in between.
+        """
+        rows, last = read(self._state), None
         for _ in range(READS):
             before, now = self._state, self._state if self._is_alone else self._store.refresh()
             self._state = now
@@ -78,7 +82,9 @@ class ObjectsView(View):
             if is_next and (now.number == before.number or not any(map(depends_on, now.changes))):
                 now.learn(rows)
                 break
-            rows = read(now)
+            rows, last = read(now), rows
+            if rows == last:
+                break
         return rows
 
     def _read(self, state: State, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
