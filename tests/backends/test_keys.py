@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from prefixstore import InvalidParameterError, KeyProvider, LocationError, UnavailableError
+from prefixstore.backends import encryption_keys
 from prefixstore.backends.encryption_keys import ENVIRONMENT, Keys, key_id, line_of, provider_of
 
 KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
@@ -99,12 +100,17 @@ def test_what_is_no_key_is_said_without_repeating_it(tmp_path, text):
 
 def test_what_gives_no_keys_says_why(tmp_path, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
+    monkeypatch.setattr(encryption_keys, "COMMAND_SECONDS", 1)
     reasons = {
         f"file:{tmp_path}/none": "No such file",
         "env:NOT_SET": "NOT_SET has no key",
         "command:false": "ended with code 1",
         "command:/no/such/program secret": "No such file",
         'command:"secret': "ValueError",
+        "command:echo secret": "line 1 of the command",
+        rf"command:printf '{line_of(KEY).strip()}\nsecret\n'": "line 2 of the command",
+        r"command:printf '\377'": "UnicodeDecodeError",
+        "command:sh -c 'sleep 60 | cat'": "TimeoutExpired",
     }
     for source, reason in reasons.items():
         with pytest.raises(LocationError, match=reason) as raised:
