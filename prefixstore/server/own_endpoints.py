@@ -76,8 +76,8 @@ class OwnEndpoints:
         text, content_type = await asyncio.to_thread(self._render)
         if self._session.is_ready:
             try:
-                upstream = self._session.upstream
-                reply = await upstream.ask("/metrics", upstream.credentials(exchange.headers))
+                # the client may have another key, that of the administrator
+                reply = await self._session.upstream.ask("/metrics", self._session.credentials)
                 if reply.is_ok:
                     text = text.rstrip(b"\n") + b"\n" + reply.content
             except UpstreamError:

@@ -105,7 +105,7 @@ class ServerSession:
     identify
         Makes the identity of the server from what it says about itself.
     key
-        The key with which slots are saved and restored.
+        The proxy's own key of the server.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class ServerSession:
     ) -> None:
         self.upstream, self._settings = upstream, settings
         self._slots_dir, self._identify = slots_dir, identify
-        self._headers: Headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.credentials: Headers = {"authorization": f"Bearer {key}"} if key else {}
         self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
         # stands for an image in a prompt of the server
         self.marker: str | None = None
@@ -251,7 +251,7 @@ class ServerSession:
 
         Raises `UpstreamError`, `ServerError`, or `ValueError`.
         """
-        reply = await self.upstream.ask("/props", self._headers)
+        reply = await self.upstream.ask("/props", self.credentials)
         if not reply.is_ok:
             return None
         props = props_of(reply.json())

@@ -49,7 +49,7 @@ def test_alice_is_deleted_by_her_key(serve: Serve, tmp_path: Path, capsys, monke
     keys = tmp_path / "keys"
     keys.write_text(f"{BOB}\n{ALICE}\n")
     served = serve(
-        *("--api-key-file", str(keys)),
+        *("--api-key-file", str(keys), "--metrics"),
         options=("--salt-from", "api-key", "--admin-key", "sk-admin"),
         headers=of_key("sk-admin"),
     )
@@ -57,6 +57,8 @@ def test_alice_is_deleted_by_her_key(serve: Serve, tmp_path: Path, capsys, monke
         served.complete(prompt(i), headers=of_key(key), **fields)
         # what is computed soon is saved in idle time only
         served.saved()
+    # the server's own, which does not know the administrator's key
+    assert served.metric("llamacpp:prompt_tokens_total") > 0
     assert served.stop() == 0
     store = tmp_path / "store"
     everyone = listed(capsys, store, "--api-key-file", keys)
