@@ -31,7 +31,7 @@ from prefixstore.server.rates import Report, RequestUsage
 from prefixstore.server.refused import RefusedError
 from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Claim, PoolFullError, Rows
+from prefixstore.server.slot_pool import Claim, Rows
 from prefixstore.server.tenants import Admission, within
 from prefixstore.server.upstream import (
     Headers,
@@ -96,8 +96,6 @@ class Proxy:
             exchange.cut()
         except RefusedError as error:
             exchange.refuse(error.status, str(error))
-        except PoolFullError as error:
-            exchange.refuse(503, str(error))
         except web.RequestPayloadError:
             exchange.refuse(400, "the request is not valid in HTTP")
         except UpstreamTimeoutError:

@@ -149,18 +149,14 @@ class Report:
         """What the server reports; None if it reports nothing, as before the end of most streams."""
         said = self._fields
         if b"cache_n" in said and b"prompt_n" in said:
-            milliseconds = said.get(b"prompt_ms")
-            return RequestUsage(
-                int(said[b"cache_n"]),
-                int(said[b"prompt_n"]),
-                int(said.get(b"predicted_n", 0)),
-                None if milliseconds is None else milliseconds / 1e3,
-            )
-        generated = int(said.get(b"completion_tokens", said.get(b"output_tokens", 0)))
-        if b"cache_read_input_tokens" in said and b"input_tokens" in said:
-            return RequestUsage(int(said[b"cache_read_input_tokens"]), int(said[b"input_tokens"]), generated)
-        total = said.get(b"prompt_tokens", said.get(b"input_tokens"))
-        if total is None or b"cached_tokens" not in said:
+            cached, computed = said[b"cache_n"], said[b"prompt_n"]
+        elif b"cache_read_input_tokens" in said and b"input_tokens" in said:
+            cached, computed = said[b"cache_read_input_tokens"], said[b"input_tokens"]
+        elif b"cached_tokens" in said and (total := said.get(b"prompt_tokens", said.get(b"input_tokens"))) is not None:
+            cached, computed = said[b"cached_tokens"], total - said[b"cached_tokens"]
+        else:
             return None
-        cached = int(said[b"cached_tokens"])
-        return RequestUsage(cached, int(total) - cached, generated)
+        generated = said.get(b"predicted_n", said.get(b"completion_tokens", said.get(b"output_tokens", 0)))
+        milliseconds = said.get(b"prompt_ms")
+        seconds = None if milliseconds is None else milliseconds / 1e3
+        return RequestUsage(int(cached), int(computed), int(generated), seconds)

@@ -340,13 +340,11 @@ class ServerSession:
 
 
 def _kinds_of(identity: ServerIdentity) -> Callable[[int], TokenKind]:
-    for path in identity.files:
-        try:
-            return kinds_of_vocabulary(path)
-        except ContextError as error:
-            log.warning("where messages and documents end in a prompt is not known: %s", error)
-            break
-    return _any_kind
+    try:
+        return kinds_of_vocabulary(next(iter(identity.files)))
+    except ContextError as error:
+        log.warning("where messages and documents end in a prompt is not known: %s", error)
+        return _any_kind
 
 
 def _any_kind(_: int) -> TokenKind:

@@ -20,8 +20,9 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import RequestUsage
+from prefixstore.server.refusals import RefusedError
 from prefixstore.server.slot_files import Restored, SlotCopy
-from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolFullError, PoolSlot, Rows, SlotPool
+from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
     from prefixstore.server.slot_store import SlotStore
@@ -128,7 +129,7 @@ class SlotManager:
 
         Raises
         ------
-        PoolFullError
+        RefusedError
             If too many requests wait for a slot, or the server has ended.
         """
         prompt = NO_TOKENS if tokens is None else tokens
@@ -153,11 +154,11 @@ class SlotManager:
         return claim
 
     async def _wait_for_slot(self, claim: Claim) -> None:
-        """Wait until there is a slot for a request. Raises `PoolFullError`."""
+        """Wait until there is a slot for a request. Raises `RefusedError`."""
         pool = self.pool
         if not pool.idle(claim.wanted):
             if pool.n_waiting >= self._max_waiting:
-                raise PoolFullError("too many requests wait for a slot")
+                raise RefusedError("too many requests wait for a slot", 503)
             # by then there may be more in the store
             claim.found = NOT_ASKED
             pool.n_waiting += 1
@@ -172,7 +173,7 @@ class SlotManager:
                     # nothing was saved meanwhile
                     self._changed.set()
         if self._is_closed:
-            raise PoolFullError("the server has ended")
+            raise RefusedError("the server has ended", 503)
 
     def _free(self, slot: PoolSlot) -> None:
         """Let the next request have a slot."""
@@ -190,7 +191,7 @@ class SlotManager:
 
         Raises
         ------
-        PoolFullError
+        RefusedError
             If too many requests wait for a slot, or the server has ended.
         """
         slots, best = self.pool.slots, None

@@ -15,7 +15,7 @@ from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_files import Restored
 
-__all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
+__all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolSlot", "Rows", "SlotPool"]
 
 # of a prompt for which the store was not asked
 NOT_ASKED = Restored()
@@ -175,10 +175,6 @@ class Claim:
             return "live", self.reason
         # without a reason, it was believed to be in the slot
         return "none", self.reason or self.found.reason or "not_live"
-
-
-class PoolFullError(Exception):
-    """There is no slot for a request: too many wait already, or the server has ended."""
 
 
 @dataclass(frozen=True)

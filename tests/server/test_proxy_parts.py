@@ -37,7 +37,7 @@ from prefixstore.server.server_session import OnDamage, ServerSession, opened
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Claim, Plan, PoolFullError, PoolSlot, Rows, SlotPool
+from prefixstore.server.slot_pool import Claim, Plan, PoolSlot, Rows, SlotPool
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
 
@@ -532,7 +532,7 @@ def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_ask
         held = await manager.acquire(tokens(*range(300)), None)
         waiting = asyncio.create_task(manager.acquire(tokens(*range(200), *range(300, 400)), None))
         await asyncio.sleep(0.01)
-        with pytest.raises(PoolFullError):
+        with pytest.raises(RefusedError):
             await manager.acquire(tokens(*range(400, 500)), None)
         n_finds, store.n_tokens = store.n_finds, 200
         manager.release(held, None, began=False)
@@ -570,7 +570,7 @@ def test_when_the_server_has_ended_nobody_waits_for_its_slots_and_nothing_of_the
         await asyncio.sleep(0)
         manager.close()
         for request in (waiting, manager.acquire(P60, None)):
-            with pytest.raises(PoolFullError, match="has ended"):
+            with pytest.raises(RefusedError, match="has ended"):
                 await request
         given_back = asyncio.create_task(manager.given_back())
         await asyncio.sleep(0)
