@@ -230,6 +230,8 @@ def test_a_client_that_sends_slowly_leaves_the_slots_to_others(serve: Serve):
         (b"GET /x#/slots HTTP/1.1", (404,)),
         # heads that are too large for llama-server are no HTTP for aiohttp, which has one status for all of that
         (b"GET /%s HTTP/1.1" % (b"a" * 20_000), (400,)),
+        # another server
+        (b"GET http://192.0.2.1/ HTTP/1.1", (400,)),
         # the slots, for clients of HTTP and for llama-server
         (b"GET /a/../slots HTTP/1.1", (400,)),
         (b"GET /./slots?a HTTP/1.1", (400,)),

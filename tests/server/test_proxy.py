@@ -306,16 +306,6 @@ def test_a_large_body_and_a_full_queue_are_refused(serve: Serve):
         assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
 
 
-def test_it_relays_to_no_other_server(shared_proxy: Served):
-    host, port = shared_proxy.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"GET http://192.0.2.1/ HTTP/1.1\r\nHost: 192.0.2.1\r\nConnection: close\r\n\r\n")
-        answer = b""
-        while chunk := connection.recv(4096):
-            answer += chunk
-    assert answer.startswith(b"HTTP/1.1 4")
-
-
 @pytest.mark.slow
 def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Running, tmp_path: Path):
     served = serve("-np", "1")
@@ -432,15 +422,6 @@ def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slo
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
-def test_options_that_work_against_the_store_are_refused(
-    option: tuple[str, ...], tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]
-):
-    argv = ["--port", "0", "--", str(binary()), "-m", str(docs_model), *option]
-    assert main(["serve", str(tmp_path / "store"), *argv]) == 2
-    assert option[0] in capfd.readouterr().err
 
 
 @pytest.mark.slow
