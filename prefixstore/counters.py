@@ -110,8 +110,10 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total + max(value, 0.0))
 
 
-# What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are one.
+# What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are counted
+# together, and the most frequent reasons by themselves.
 OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
+OF_PROMPTS |= {"misses_not_found", "misses_diverged", "misses_evicted"}
 OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})
 # seconds
 DAY = 86_400
@@ -176,11 +178,10 @@ class Counters:
         """Collect a count for the location, if it is one that is kept."""
         group, _, reason = name.partition(":")
         # those of prompts that were to bypass the store say nothing about it
-        if group == "miss" and reason != "bypassed":
-            name = "misses"
-        if by and name in self.collected:
+        names = {"misses", f"misses_{reason}"} if group == "miss" and reason != "bypassed" else {name}
+        for one in names & self.collected if by else ():
             whose = short(namespace) if len(self._kept) < MOST_WAITING else OTHERS
-            self._kept[int(time.time() // DAY), whose, name] += by
+            self._kept[int(time.time() // DAY), whose, one] += by
 
     @contextmanager
     def not_serving(self) -> Iterator[None]:

@@ -24,8 +24,9 @@ from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
 from prefixstore.format.keys import PAGE
+from prefixstore.format.record import Facts
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.holdings import Holding
+from prefixstore.maintenance.holdings import Holding, holdings_of, read_facts
 from prefixstore.opening import locations_of
 from prefixstore.units import counted, format_bytes, format_share, parse_bytes
 
@@ -39,6 +40,12 @@ CONTEXTS = 2
 SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
 # a hit rate of so many prompts, and up to so much, is a problem
 FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
+# why prompts miss, and what to do about it
+CAUSES = {
+    "evicted": "Pages are evicted before they are used again: raise max_bytes (prefixstore trace simulate).",
+    "diverged": "Prompts part from what is stored: prefixstore explain shows where.",
+    "not_found": "prefixstore explain says why a prompt is not found, prefixstore warm stores prompts ahead of time.",
+}
 
 MOUNTS = Path("/proc/self/mountinfo")
 # where several machines may have the same files, or memory maps are not shared
@@ -119,13 +126,14 @@ def _location(
         with Archive(text, read_only=True) as archive:
             if path is not None:
                 found.append(_permissions(path, is_written=is_written, is_store=True))
-            holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
-            names |= history.models
+            with archive.view() as view:
+                facts = read_facts(view)
+                holdings, used, history = holdings_of(view, facts), view.used.bytes, archive.history()
             found.append(_stored(used, holdings))
             found.append(_found("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
             found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
-            found += [*_sampled(archive), *_use(history)]
+            found += [*_sampled(archive, facts), *_use(history)]
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, _found("store", "cannot be opened", str(error))], None
@@ -138,27 +146,25 @@ def _location(
     return found, holdings
 
 
-def _sampled(archive: Archive) -> Iterator[Finding]:
+def _sampled(archive: Archive, facts: Facts) -> Iterator[Finding]:
     """Whether pages, drawn by chance, are intact, and whether restoring them is faster than computing them was."""
-    pages = archive.pages()
-    random.shuffle(pages)
     size, restoring, computing, read, timed = 0, 0.0, 0.0, 0, 0
     damaged = 0
-    for page in pages:
-        if size > SAMPLE_BYTES or read == SAMPLE_PAGES:
+    for page in facts[random.sample(range(len(facts)), min(len(facts), SAMPLE_PAGES))]:
+        if size > SAMPLE_BYTES:
             break
         started = perf_counter()
-        is_damaged = archive.damage(page) is not None
-        size, read, damaged = size + page.stored_bytes, read + 1, damaged + is_damaged
-        if page.compute_us and page.raw_bytes and page.form == PAGE and not is_damaged:
+        is_damaged = archive.damage(bytes(page["key"])) is not None
+        size, read, damaged = size + int(page["stored_bytes"]), read + 1, damaged + is_damaged
+        if page["compute_us"] and page["raw_bytes"] and page["form"] == PAGE and not is_damaged:
             restoring += perf_counter() - started
-            computing += page.compute_us / 1e6
-            timed += page.n_tokens
+            computing += int(page["compute_us"]) / 1e6
+            timed += int(page["n_tokens"])
     if damaged:
         advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
         yield _found("pages", f"{damaged:,} damaged of {read:,} that were read", advice)
-    elif pages:
-        yield _found("pages", f"{read:,} of {len(pages):,} read, none damaged")
+    elif read:
+        yield _found("pages", f"{read:,} of {len(facts):,} read, none damaged")
     if timed:
         times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
         text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
@@ -173,13 +179,15 @@ def _use(history: History) -> Iterator[Finding]:
     day = history.total(2)
     if day.hit_rate is None:
         return
-    found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, since yesterday"
-    if day.lookups < FEW_LOOKUPS or day.hit_rate > LOW_HIT_RATE:
-        yield _found("use", found)
-    elif day.evictions:
-        yield _found("use", found, "Pages are evicted before they are used again: raise max_bytes.")
-    else:
-        yield _found("use", found, "prefixstore explain says why a prompt is not found.")
+    causes = {reason: getattr(day, f"misses_{reason}") for reason in CAUSES}
+    causes["other reasons"] = day.misses - sum(causes.values())
+    missed = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in causes.items() if n) or "none"
+    found = (
+        f"hit rate {format_share(day.hit_rate)} of {counted(day.lookups, 'prompt')} since yesterday; missed: {missed}"
+    )
+    is_low = day.lookups >= FEW_LOOKUPS and day.hit_rate <= LOW_HIT_RATE
+    advice = CAUSES.get(max(causes, key=lambda reason: causes[reason]), "The log of the servers says more.")
+    yield _found("use", f"{found}; {counted(day.evictions, 'page')} evicted", advice if is_low else "")
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------

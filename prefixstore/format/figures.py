@@ -28,7 +28,7 @@ LARGEST = 2**62
 # Parts of the note. Rows are a day since the epoch (UTC), the beginning of the key of a namespace (zeros for several
 # together), and `Figures`; the budget is in bytes and in pages, 0 if that is not known, or there is no limit.
 ROWS, BUDGET, MODEL = "days", "budget", "model "
-ROW = struct.Struct("<I8s9q")
+ROW = struct.Struct("<I8s12q")
 LIMITS = struct.Struct("<QQ")
 
 
@@ -48,6 +48,8 @@ class Figures(NamedTuple):
         Pages that were written, and the size of their payloads.
     evictions
         Pages that were evicted for space.
+    misses_not_found, misses_diverged, misses_evicted
+        Misses by reason, as far as it is one of these.
     """
 
     hits: int = 0
@@ -59,6 +61,9 @@ class Figures(NamedTuple):
     allocations: int = 0
     bytes_written: int = 0
     evictions: int = 0
+    misses_not_found: int = 0
+    misses_diverged: int = 0
+    misses_evicted: int = 0
 
     @classmethod
     def sum(cls, figures: Iterable[Figures]) -> Figures:

@@ -233,11 +233,11 @@ class Archive(OpenLocation):
         """The pages from the start of the sequence up to this one."""
         return self.engine.lookups.path(page)
 
-    def damage(self, page: Page) -> str | None:
-        """What is wrong with the stored bytes of a page; None if they are what was written."""
+    def damage(self, key: bytes) -> str | None:
+        """What is wrong with the stored bytes of the page with this key; None if they are what was written."""
         with self.backend.view() as view:
             try:
-                found = next(iter(view.fetch([page.key])), None)
+                found = next(iter(view.fetch([key])), None)
                 if found is None:
                     return "the page was deleted meanwhile"
                 decode(*found)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
 from prefixstore.engine.record_cache import MOST_KEPT

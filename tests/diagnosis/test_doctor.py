@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from prefixstore.config import Config
+from prefixstore.counters import DAY
 from prefixstore.diagnosis import doctor
 from prefixstore.diagnosis.doctor import Level, examine, mount_of
+from prefixstore.format.figures import NOTE, Figures, History
+from prefixstore.maintenance.archive import Archive
 from tests.support.models import caching, load, prompt
 
 
@@ -160,6 +164,26 @@ def test_free_space_and_budget(served, monkeypatch):
     assert found("free space", location, max_bytes="100MiB").level is Level.GOOD
     assert problems(location, max_bytes="10KiB") == ["budget"]
     assert found("budget", location, config=Config(store={"max_bytes": "1GiB"})).value.endswith("of 1.0 GiB (0 %)")
+
+
+@pytest.mark.parametrize(
+    ("counts", "says", "advice"),
+    [
+        ((0, 12, 9, 2, 1), "missed: evicted 1, diverged 2, not found 9", "prefixstore explain says"),
+        ((0, 12, 1, 1, 9), "missed: evicted 9, diverged 1, not found 1, other reasons 1", "raise max_bytes"),
+        ((0, 12, 0, 1, 0), "missed: diverged 1, other reasons 11", "The log of the servers"),
+        ((12, 12, 0, 12, 0), "hit rate 50 % of 24 prompts since yesterday; missed: diverged 12", ""),
+    ],
+)
+def test_a_low_hit_rate_is_a_problem_with_its_most_frequent_cause(tmp_path, counts, says, advice):
+    names = ("hits", "misses", "misses_not_found", "misses_diverged", "misses_evicted")
+    figures = Figures(**dict(zip(names, counts, strict=True)))
+    with Archive(tmp_path / "kv", create=True) as archive, archive.backend.update() as transaction:
+        transaction.put_note(NOTE, History({(int(time.time() // DAY), "a" * 16): figures}).pack(9))
+    finding = found("use", tmp_path / "kv")
+    assert says in finding.value
+    assert advice in finding.advice
+    assert (finding.level is Level.PROBLEM) == bool(advice)
 
 
 def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, models, run, tmp_path):
