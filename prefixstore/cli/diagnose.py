@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model, silence_llama
 from prefixstore.cli.named_files import STANDARD, chat_in, text_in
+from prefixstore.cli.options import server_key
 from prefixstore.cli.output import DONE, FAILED, say, tell
-from prefixstore.config import load_config
+from prefixstore.config import load_config, model_file
 from prefixstore.diagnosis.doctor import Level, examine
-from prefixstore.diagnosis.explain import explain_without_context
+from prefixstore.diagnosis.explain import explain_without_context, tokens_to_explain
+from prefixstore.diagnosis.explanation import Explanation
 from prefixstore.errors import InvalidParameterError
+from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
+from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.units import counted
 
 __all__ = ["doctor", "explain"]
@@ -68,14 +73,16 @@ def explain(
     n_ctx: int | None = None,
     salt: str | None = None,
     next_turn: bool = False,
+    server: str | None = None,
 ) -> Result:
     """Explain how much of a prompt is stored, and why not more.
 
     Shows where the prompt diverges from the nearest stored one, with both texts, and which setting differs from those
     of stored pages.
 
-    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
-    With --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
+    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model;
+    with --server, too, a running llama-server makes tokens of the prompt, and llama-cpp-python is not needed. With
+    --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
 
     Exit codes: 0 the whole prompt is stored; 1 not all of it.
 
@@ -85,19 +92,25 @@ def explain(
     if prompt is not None and os.path.isfile(prompt):  # noqa: PTH113 - a prompt may be longer than a path
         say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
     settings = configured(location, config, model, n_ctx, salt)
-    llm = open_model(settings, tokenizer_only=config is None)
-    try:
-        if config is None:
-            with Archive(location, read_only=True) as archive:
-                found = explain_without_context(
-                    archive.engine, llm, content, salt=salt, generation_prompt=not next_turn
-                )
-        else:
-            with settings.open_store(llm, read_only=True) as store:
-                found = store.explain(content, generation_prompt=not next_turn)
-    finally:
-        llm.close()
+    if server is not None and (config is not None or next_turn):
+        raise InvalidParameterError("--server goes with --model, and without --next-turn")
+    if server is not None:
+        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
 
+        with LlamaServer(server, api_key=server_key(None)) as client:
+            tokens = as_tokens(client.tokens_of_content(content))
+    else:
+        with closing(open_model(settings, tokenizer_only=config is None)) as llm:
+            if config is not None:
+                with settings.open_store(llm, read_only=True) as store:
+                    return _explained(store.explain(content, generation_prompt=not next_turn))
+            tokens = tokens_to_explain(llm, content, generation_prompt=not next_turn)
+    path = model_file(str(settings.path))
+    with Archive(location, read_only=True) as archive:
+        return _explained(explain_without_context(archive.engine, path, Vocabulary(path).text, tokens, salt=salt))
+
+
+def _explained(found: Explanation) -> Result:
     return Result(asdict(found), str(found), DONE if found.reason == "complete" else FAILED)
 
 

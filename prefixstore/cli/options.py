@@ -86,6 +86,7 @@ HELP = {
     "host": ("ADDRESS", "Address to listen on."),
     "port": ("N", "Port to listen on; 0: any that is free."),
     "server": ("URL", "URL of the server: http://127.0.0.1:8080."),
+    "explain.server": ("URL", "A running llama-server, for the tokens of the prompt: http://127.0.0.1:8080."),
     "directory": ("DIR", "Where the program is written, which must not have one of this name."),
     "llama_server": ("FILE", "The llama-server to start; by default the one on the PATH."),
     "slots_dir": ("DIR", "The server's --slot-save-path."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.named_files import chat_in, text_in
+from prefixstore.cli.named_files import STANDARD, chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
@@ -96,10 +96,8 @@ def restore(
     with _opened(store, client, slots_dir) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
-        text = text_in(prompt_file) if prompt_file is not None else ""
-        if messages is not None:
-            text = client.apply_template(chat_in(messages)["messages"])
-        restored = opened.restore(slot, client.tokenize(text), salt=salt)
+        content = text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))
+        restored = opened.restore(slot, client.tokens_of_content(content), salt=salt)
     text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
     return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 

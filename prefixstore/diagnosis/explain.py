@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explain_prompt", "explain_without_context", "tokens_to_explain"]
 
+# the text of some tokens
+Words: TypeAlias = "Callable[[Sequence[int]], str]"
 # tokens before and after the fork, and characters of their texts that are shown
 BEFORE, AFTER = 64, 64
 SHOWN_BEFORE, SHOWN_AFTER = 60, 100
@@ -57,15 +60,14 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
     note = ""
     if context.bypass_reason() == "multimodal":
         note = "The chat handler adds images to the context: only the text before the first one is stored."
-    return explain_tokens(engine, hook.llm, tokens, place, note)
+    return explain_tokens(engine, partial(_text, hook.llm), tokens, place, note)
 
 
 def explain_without_context(
-    engine: Engine, tokenizer: Llama, prompt: PromptLike, *, salt: str | None, generation_prompt: bool
+    engine: Engine, path: str, words: Words, tokens: Tokens, *, salt: str | None
 ) -> Explanation:
-    """As `PrefixStore.explain`, under any settings of a model, of which only the vocabulary is loaded."""
-    tokens = tokens_to_explain(tokenizer, prompt, generation_prompt=generation_prompt)
-    model = "+".join(file_digest(part) for part in model_parts(tokenizer.model_path))
+    """As `PrefixStore.explain`, under any settings of the model in a file, by its vocabulary alone."""
+    model = "+".join(file_digest(part) for part in model_parts(path))
     known = [one for one in engine.upkeep.namespaces() if one.settings.get("model") == model and one.salt == salt]
     best, note = Namespace({"model": model, "salt": salt}), ""
     if known:
@@ -79,7 +81,7 @@ def explain_without_context(
         # of a llama-server, of whose window only the last rows are there
         kind = Kind.PAGES_AND_SNAPSHOTS
     place = LookupContext(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
-    return explain_tokens(engine, tokenizer, tokens, place, note)
+    return explain_tokens(engine, words, tokens, place, note)
 
 
 def tokens_to_explain(llm: Llama, prompt: PromptLike, *, generation_prompt: bool) -> Tokens:
@@ -95,10 +97,10 @@ def _page_tokens(namespace: Namespace) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else Parameters.PAGE_TOKENS
 
 
-def explain_tokens(engine: Engine, llm: Llama, tokens: Tokens, place: LookupContext, note: str = "") -> Explanation:
+def explain_tokens(engine: Engine, words: Words, tokens: Tokens, place: LookupContext, note: str = "") -> Explanation:
     """Explain what is stored of a prompt, and why not more; `note` is said at the end. Changes nothing.
 
-    Raises `StorageError`. Of `llm` the vocabulary is used.
+    Raises `StorageError`.
     """
     key = place.namespace.key
     shared = engine.match(key, tokens, place.page_tokens)
@@ -107,7 +109,7 @@ def explain_tokens(engine: Engine, llm: Llama, tokens: Tokens, place: LookupCont
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
     n_shared = shared.n_tokens
     nearest = _nearest(engine, place, tokens, shared)
-    fork = _fork(llm, tokens, *nearest) if nearest is not None else None
+    fork = _fork(words, tokens, *nearest) if nearest is not None else None
     others = _others(engine, place, tokens, n_shared)
     reason = _reason(place, tokens, shared, matched, fork, others)
     notes = [note] if note else []
@@ -186,18 +188,18 @@ def _array(page: Page) -> Tokens:
     return np.frombuffer(page.tokens, "<i4")
 
 
-def _fork(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
+def _text(llm: Llama, tokens: Sequence[int]) -> str:
+    """Tokens as text, special ones by name; what is not a token of the model is left out."""
+    known = [token for token in tokens if 0 <= token < llm.n_vocab()]
+    return llm.detokenize(known, special=True).decode("utf-8", "replace")
+
+
+def _fork(words: Words, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
     """The texts of a prompt and of a stored sequence around the place where they part, after so many tokens."""
-
-    def text(some: list[int]) -> str:
-        """Tokens as text, special ones by name; what is not a token of the model is left out."""
-        known = [token for token in some if 0 <= token < llm.n_vocab()]
-        return llm.detokenize(known, special=True).decode("utf-8", "replace")
-
     both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
     # a character that is cut in the middle is no text yet
-    before = text(both).rstrip("\ufffd") if both else ""
-    here, there = (text(both + some)[len(before) :] for some in (mine, list(after[:AFTER])))
+    before = words(both).rstrip("\ufffd") if both else ""
+    here, there = (words(both + some)[len(before) :] for some in (mine, list(after[:AFTER])))
     return Fork(n, before[-SHOWN_BEFORE:], here[:SHOWN_AFTER], there[:SHOWN_AFTER])
 
 

@@ -221,9 +221,9 @@ class LlamaServer:
         body = {"prompt": list(tokens), "n_predict": 0, "id_slot": slot, "cache_prompt": False, "temperature": 0}
         self._ask("POST", "/completion", body)
 
-    def apply_template(self, messages: Any) -> str:
+    def apply_template(self, messages: Any, tools: Any = None) -> str:
         """The prompt of a conversation, in the template of the model. Raises `ServerError`."""
-        answer = self._ask("POST", "/apply-template", {"messages": messages})
+        answer = self._ask("POST", "/apply-template", {"messages": messages} | ({"tools": tools} if tools else {}))
         prompt = answer.get("prompt") if isinstance(answer, dict) else None
         if not isinstance(prompt, str):
             raise ServerTooOldError(f"{self.url}/apply-template has answered in a form that is not known")
@@ -236,6 +236,12 @@ class LlamaServer:
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ServerTooOldError(f"{self.url}/tokenize has answered in a form that is not known")
         return tokens
+
+    def tokens_of_content(self, content: str | Mapping[str, Any]) -> list[int]:
+        """The tokens of a text, or of a request with ``"messages"`` and perhaps ``"tools"``. Raises `ServerError`."""
+        if not isinstance(content, str):
+            content = self.apply_template(content["messages"], content.get("tools"))
+        return self.tokenize(content)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
