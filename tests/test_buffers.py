@@ -10,7 +10,7 @@ import pytest
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 from prefixstore.testing.together import together
-from tests.support import PATIENCE, in_fork
+from tests.support import PATIENCE, allocated, in_fork
 
 
 def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
@@ -59,18 +59,19 @@ def test_a_buffer_in_the_memory_of_another_pool_counts_in_both():
 
 
 def test_idle_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(buffers, "IDLE_BYTES", 250)
-    pool = BufferPool(10_000)
-    held = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
-    while held:
-        held.pop().release()
-    assert sum(memory.nbytes for memory in pool._idle) <= 250
-    pool.acquire(5000).release()
-    assert [memory.nbytes for memory in pool._idle] == [5000]
-    # a small one takes no large memory
-    small = pool.acquire(100)
-    assert [memory.nbytes for memory in pool._idle] == [5000]
-    small.release()
+    monkeypatch.setattr(buffers, "IDLE_BYTES", 2_500_000)
+    pool = BufferPool(None)
+    with allocated() as megabytes:
+        held = [pool.acquire(size) for size in (1_000_000, 500_000, 1_000_000, 1_000_000, 300_000)]
+        while held:
+            held.pop().release()
+        assert 1 < megabytes() <= 2.6
+        pool.acquire(50_000_000).release()
+        assert round(megabytes()) == 50
+        # a small one takes no large memory
+        small = pool.acquire(1_000_000)
+        assert round(megabytes()) == 51
+        small.release()
 
 
 def test_the_child_of_a_fork_waits_for_no_thread_of_the_parent():

@@ -54,16 +54,15 @@ def test_a_close_that_does_not_get_through_is_made_up_for(tmp_path):
     with Archive(tmp_path / "kv", create=True) as archive:
         fill(archive.backend, space(), [[1, 2, 3, 4]])
     store = PrefixStore(tmp_path / "kv")
-    pages = store._engine.lookups.pages()
-    with store._engine.fetching(pages), pytest.raises(MisuseError, match="leave it first"):
+    pages = store.engine.lookups.pages()
+    with store.engine.fetching(pages), pytest.raises(MisuseError, match="leave it first"):
         store.close()
     store.flush()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store._engine), "close", interrupted)
+        patch.setattr(type(store.engine), "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.close()
     store.close()
-    assert store._engine.is_closed
     with pytest.raises(ClosedError):
         store.flush()
 

@@ -97,8 +97,7 @@ def explain(
     if server is not None:
         from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
 
-        with LlamaServer(server, api_key=server_key(None)) as client:
-            tokens = as_tokens(client.tokens_of_content(content))
+        tokens = as_tokens(LlamaServer(server, api_key=server_key(None)).tokens_of_content(content))
     else:
         with closing(open_model(settings, tokenizer_only=config is None)) as llm:
             if config is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import RequestUsage
-from prefixstore.server.refusals import RefusedError
+from prefixstore.server.refused import RefusedError
 from prefixstore.server.slot_files import Restored, SlotCopy
 from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
 

@@ -3,14 +3,16 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from prefixstore.engine.pages import Pages
 from prefixstore.testing.together import PATIENCE, in_child
 
-__all__ = ["PATIENCE", "ROOT", "in_fork", "in_thread", "keys_of", "outcome", "python", "seeds"]
+__all__ = ["PATIENCE", "ROOT", "allocated", "in_fork", "in_thread", "keys_of", "outcome", "python", "seeds"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +42,16 @@ def outcome(work: Callable[[], object], what: str = "it") -> object:
 def in_fork(work: Callable[[], None]) -> None:
     """Run `work` in a forked child; what it raises fails the test."""
     assert in_child(lambda: (work(), True)[1])
+
+
+@contextmanager
+def allocated() -> Iterator[Callable[[], float]]:
+    """What Python and numpy have allocated since, in megabytes."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0] / 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
