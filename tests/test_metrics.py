@@ -103,7 +103,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
             store.submit(tokens)
-        assert writer.captures.submit(snapshot_of(store, A[:5]))
+        assert writer.write_queue.submit(snapshot_of(store, A[:5]))
         text = text_of(registry)
         assert value(text, "prefixstore_pending_pages", form="page") == 2
         assert value(text, "prefixstore_pending_pages", form="snapshot") == 1
@@ -291,8 +291,7 @@ def test_every_alert_says_what_to_do():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"].endswith(".")
-        assert rule["annotations"]["runbook_url"].endswith("docs/metrics.md#alerts")
-        assert f"`{rule['alert']}`" in (DOCS / "metrics.md").read_text()
+        assert rule["annotations"]["runbook_url"].endswith("docs/operations.md#runbook")
 
 
 def test_the_list_of_metrics_has_each_and_no_other(everything):
