@@ -67,15 +67,21 @@ def compare_computed(
         llm.reset()
         with store.engine.counters.not_serving():
             restored = store.restore(tokens, llm, always=True)
-        llm.eval(tokens[restored:])
-        warm = last_logits(llm)
-        llm.reset()
-        llm.eval(tokens[:-1])
-        llm.eval(tokens[-1:])
+        try:
+            llm.eval(tokens[restored:])
+            warm = last_logits(llm)
+            llm.reset()
+            llm.eval(tokens[:-1])
+            llm.eval(tokens[-1:])
+        except RuntimeError:
+            # the model has no such tokens
+            yield Comparison(page.key.hex(), len(tokens), restored, 0.0, 1.0, same_token=False)
+            continue
         cold = last_logits(llm)
         difference = float(np.abs(warm - cold).max())
         distance = float(cold.max() - cold.min())
-        share = difference / distance if distance else float(difference > 0)
+        # all of it where a state has values that are no numbers
+        share = min(1.0, difference / distance if distance else float(difference > 0))
         same = int(warm.argmax()) == int(cold.argmax())
-        yield Comparison(page.key.hex(), len(tokens), restored, difference, share, same)
+        yield Comparison(page.key.hex(), len(tokens), restored, share * distance, share, same)
     llm.reset()

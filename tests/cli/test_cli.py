@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.format.record import checksum
+from prefixstore.format.record import Usage, checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
 from tests.support.models import answer, load, prompt
@@ -271,10 +271,15 @@ def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_
         first = [page.key for page in archive.pages() if page.start == 0]
     assert len(leaves) == 2
     swap_payloads(copy, second[0], first[0])
+    # of tokens that the model does not have
+    with Archive(copy) as archive, archive.backend.update() as transaction:
+        record, payload = next(iter(transaction.fetch(first[:1])))
+        record = replace(record, tokens=b"\xff" * len(record.tokens))
+        transaction.put(record.key, record, Usage(1), bytes(payload))
     assert as_json("check", copy)[0] == 0
     code, found = as_json("verify", copy, "--model", model, "--n-ctx", 2048)
     assert code == 1
-    assert found["beyond"] == 2
+    assert found["beyond"] == 3
 
 
 @pytest.mark.slow
