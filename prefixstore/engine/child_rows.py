@@ -47,8 +47,6 @@ FIRST_BYTES = 32 * TOKEN_BYTES
 STEP_BYTES = 112 * TOKEN_BYTES
 NODE_BYTES = 16
 _OF_NODE = b"prefixstore node"
-# steps of a page of 450,000 tokens; a forged location may lead on forever
-DEEPEST = 4096
 
 
 class ChildRow(NamedTuple):
@@ -247,7 +245,7 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
 
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
     """The first page below a row, or the last one; None if it leads to none."""
-    for _ in range(DEEPEST):
+    while True:
         child = ChildRow.unpack(rows[0].value) if rows else None
         if child is None or (child.page is not None and not (child.has_more and last)):
             return child.page if child is not None else None
@@ -256,7 +254,6 @@ def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
         if not below:
             return child.page
         rows = below
-    return None
 
 
 def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) -> list[list[bytes]]:
@@ -265,9 +262,9 @@ def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) 
 
 
 def pages_below(view: View, found: Sequence[Sequence[Row]], at_most: int | None = None) -> list[list[bytes]]:
-    """As `children_of`, given the rows under each node."""
+    """As `children_of`, from the rows under each node."""
     levels: list[list[list[tuple[bytes, ChildRow]]]] = []
-    while found and len(levels) < DEEPEST:
+    while found:
         rows = [[(row.key, child) for row in some if (child := ChildRow.unpack(row.value))] for some in found]
         levels.append(rows)
         forks = [under(node_below(key), at_most) for some in rows for key, child in some if child.has_more]
