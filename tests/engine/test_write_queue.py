@@ -58,7 +58,7 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
 
 
 def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr("prefixstore.engine.write_queue.NO_PROGRESS_SECONDS", 0.05)
     with store_of(options={"queue_bytes": 1000}) as store:
         held = store.engine.write_queue.acquire(1000)
         assert store.engine.write_queue.acquire(1000, wait=True) is None
@@ -67,7 +67,7 @@ def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
 
 
 def test_others_who_wait_or_capture_do_not_make_a_hanging_location_look_alive(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.5)
+    monkeypatch.setattr("prefixstore.engine.write_queue.NO_PROGRESS_SECONDS", 0.5)
     ended = threading.Event()
     with store_of(backend := FlakyBackend(MemoryPages(), "update")) as store:
         backend.gate.clear()

@@ -138,7 +138,7 @@ def test_a_page_that_llama_cpp_refuses_ends_the_restore_with_what_is_there(llama
     with PrefixStore("memory:", llm, write_behind=write_behind) as store:
         if write_behind:
             # pages that wait to be written need no check
-            monkeypatch.setattr(store.engine.captures, "_commit", lambda batch: None)
+            monkeypatch.setattr(store.engine.write_queue, "_commit", lambda batch: None)
         llm.set_cache(store)
         answer(llm, tokens, 1)
         real, loads = llama_cpp.llama_state_seq_set_data, []
