@@ -7,12 +7,11 @@ import json
 import math
 import os
 import socket
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from prefixstore.errors import (
     InvalidParameterError,
@@ -145,7 +144,7 @@ class LlamaServer:
         # proxies of the environment are for other hosts, and would see the prompts: none is used
         self._parts, self._timeout = parts, timeout
         self._socket = None if socket is None else os.fspath(socket)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else _login_of(parts)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def __repr__(self) -> str:
         return f"LlamaServer({self.url!r})"
@@ -315,14 +314,6 @@ def _parts_of(url: object) -> SplitResult | None:
     except ValueError:
         return None
     return parts if url.isprintable() and " " not in url else None
-
-
-def _login_of(parts: SplitResult) -> dict[str, str]:
-    """The header for a name and a password in a URL, as a server behind a gateway may want them."""
-    if parts.username is None:
-        return {}
-    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return {"Authorization": f"Basic {b64encode(login.encode()).decode()}"}
 
 
 def _parsed(data: bytes) -> Any:
