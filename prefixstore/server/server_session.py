@@ -30,7 +30,7 @@ from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slot_store import SlotStore
-from prefixstore.server.upstream import Headers, Upstream, UpstreamError
+from prefixstore.server.upstream import SERVER_URL, Headers, Upstream, UpstreamError
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -128,7 +128,7 @@ class ServerSession:
         self.upstream, self._settings = upstream, settings
         self._slots_dir, self._identify = slots_dir, identify
         self.credentials: Headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
+        self.server = LlamaServer(SERVER_URL, SERVER_SECONDS, key, socket=upstream.socket)
         # stands for an image in a prompt of the server
         self.marker: str | None = None
         self.rates = Rates()

@@ -37,8 +37,6 @@ __all__ = ["ServeSettings", "failure_of", "serve_child"]
 
 log = logging.getLogger("prefixstore.server")
 
-# a name: it listens on a socket
-CHILD_URL: Final = "http://llama-server"
 # How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.
 GRACE_SECONDS: Final = 5.0
 
@@ -117,7 +115,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
                 )
             return ServerIdentity.of_command(seen.argv, seen.environ, props, directory=seen.directory)
 
-        upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
+        upstream = Upstream(command.socket, timeout=settings.timeout)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
         session.failure = failure
         child = Child(command, environ, upstream.is_healthy, session.ready, session.down)

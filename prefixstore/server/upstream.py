@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import aiohttp
@@ -20,6 +20,8 @@ from prefixstore.server.refused import RefusedError
 
 __all__ = [
     "ASK_SECONDS",
+    "SERVER_URL",
+    "UpstreamResponse",
     "Headers",
     "Reply",
     "Upstream",
@@ -30,6 +32,9 @@ __all__ = [
     "end_to_end",
 ]
 
+# a name: it listens on a socket
+NAME: Final = "llama-server"
+SERVER_URL: Final = f"http://{NAME}"
 # as aiohttp reads them: what is not UTF-8 has surrogates
 Headers: TypeAlias = Mapping[str, str]
 
@@ -107,14 +112,11 @@ class UpstreamResponse:
 class Upstream:
     """Passes requests on, unbuffered, and asks the server itself. Nothing in a request leads to another server.
 
-    `timeout` is how many seconds it waits for the next byte of the server, which listens on `socket` if there is one.
+    The server listens on `socket`; `timeout` is how many seconds it waits for its next byte.
     """
 
-    def __init__(self, url: str, *, timeout: float, socket: str | os.PathLike[str] | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._host = URL(self.url).raw_authority.rpartition("@")[2]
-        self._timeout = timeout
-        self.socket = None if socket is None else os.fspath(socket)
+    def __init__(self, socket: Path, *, timeout: float) -> None:
+        self.socket, self._timeout = socket, timeout
         self._opened: aiohttp.ClientSession | None = None
 
     @property
@@ -123,13 +125,8 @@ class Upstream:
         if self._opened is None:
             # llama-server closes some connections after a streamed answer without having said so, and the next request
             # on one of them would fail; one that is kept open keeps one of its threads
-            connector: aiohttp.BaseConnector = (
-                aiohttp.TCPConnector(force_close=True, limit=0)
-                if self.socket is None
-                else aiohttp.UnixConnector(self.socket, force_close=True, limit=0)
-            )
             self._opened = aiohttp.ClientSession(
-                connector=connector,
+                connector=aiohttp.UnixConnector(str(self.socket), force_close=True, limit=0),
                 # proxies of the environment would see the prompts
                 trust_env=False,
                 auto_decompress=False,
@@ -165,13 +162,13 @@ class Upstream:
             If the target, the method or a header cannot be sent.
         """
         kept = end_to_end(headers, ("expect", "content-length"))
-        kept["host"] = self._host
+        kept["host"] = NAME
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
         silent = self._timeout if timeout is None else None
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS, sock_read=silent)
         with _translated():
-            url = URL(self.url + target.decode("ascii"), encoded=True)
+            url = URL(SERVER_URL + target.decode("ascii"), encoded=True)
             return UpstreamResponse(
                 await self._session.request(method, url, headers=kept, data=data, allow_redirects=False, timeout=limit)
             )

@@ -59,7 +59,7 @@ def test_a_child_that_dies_or_cannot_be_reached_is_started_again(is_killed: bool
             nonlocal n_down
             n_down += 1
 
-        upstream = Upstream("http://llama-server", timeout=5, socket=command.socket)
+        upstream = Upstream(command.socket, timeout=5)
         child = Child(command, dict(os.environ), upstream.is_healthy, ready, down)
         running = asyncio.create_task(child.run())
         await asyncio.wait((running, asyncio.ensure_future(two.wait())), return_when=asyncio.FIRST_COMPLETED)

@@ -632,7 +632,7 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     assert ServerCommand(["llama-server", "--api_key", "K"], {}, tmp_path).has_keys
 
 
-def test_no_connection_to_the_server_is_used_twice():
+def test_no_connection_to_the_server_is_used_twice(tmp_path: Path):
     """llama-server closes some after a streamed answer, without having said so: the next request would fail."""
     served: list[asyncio.Task[None] | None] = []
 
@@ -646,8 +646,8 @@ def test_no_connection_to_the_server_is_used_twice():
         await writer.wait_closed()
 
     async def ask() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=60)
+        async with await asyncio.start_unix_server(answer, tmp_path / "socket"):
+            upstream = Upstream(tmp_path / "socket", timeout=60)
             for _ in range(3):
                 response = await upstream.send("GET", b"/v1/models", {}, None)
                 assert [chunk async for chunk in response.chunks()] == [b"ok"]
@@ -690,7 +690,7 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
 
     async def scene() -> None:
-        own = OwnEndpoints(session, Admission(Upstream("http://server", timeout=60), has_keys=False), ask)
+        own = OwnEndpoints(session, Admission(Upstream(Path("/nowhere"), timeout=60), has_keys=False), ask)
         one = exchange(path, [])
         asked = asyncio.ensure_future(own.answer(one))
         await asyncio.sleep(0)
@@ -728,7 +728,7 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
 
     async def scene() -> None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
-        session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
+        session = Ready(Upstream(Path("/nowhere"), timeout=60), settings, nothing, ServerIdentity)
         session.is_ready, session.when_ready = True, lambda: told.append(True)
         await session._open()
         for seconds in (3600.0, 0.0):
