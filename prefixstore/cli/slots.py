@@ -18,7 +18,6 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from prefixstore.server.client import LlamaServer
     from prefixstore.server.slot_store import SlotStore
 
 __all__ = ["restore", "save"]
@@ -46,7 +45,7 @@ def save(
         raise InvalidParameterError("pass either --slot N or --all")
     results: list[dict[str, Any]] = []
     limit = {} if max_bytes is None else {"max_bytes": max_bytes}
-    with _opened(store, _client(server, api_key, timeout), slots_dir, **limit) as opened:
+    with _opened(store, server, slots_dir, timeout, api_key, **limit) as opened:
         numbers = [one.id for one in opened.server.slots() if not one.is_processing] if slot is None else [slot]
         for number in numbers:
             try:
@@ -92,28 +91,27 @@ def restore(
         raise InvalidParameterError("pass either --prompt-file FILE or --messages FILE")
     # opening it for slots would create a store at a mistyped location
     Archive(store, read_only=True).close()
-    client = _client(server, api_key, timeout)
-    with _opened(store, client, slots_dir) as opened:
+    with _opened(store, server, slots_dir, timeout, api_key) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
-        content = text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))
-        restored = opened.restore(slot, client.tokens_of_content(content), salt=salt)
+        text = text_in(prompt_file) if prompt_file is not None else ""
+        if messages is not None:
+            text = opened.server.apply_template(chat_in(messages)["messages"])
+        restored = opened.restore(slot, opened.server.tokenize(text), salt=salt)
     text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
     return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 
 
-def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
-    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-
-    return LlamaServer(url, timeout, options.server_key(api_key))
-
-
 @contextmanager
-def _opened(store: str, client: LlamaServer, slots_dir: Path, **limit: str) -> Iterator[SlotStore]:
+def _opened(
+    store: str, url: str, slots_dir: Path, timeout: float, api_key: str | None, **limit: str
+) -> Iterator[SlotStore]:
     """The store of a server's slots."""
-    from prefixstore.server.identity import ServerIdentity  # noqa: PLC0415 - the extra "server"
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
+    from prefixstore.server.identity import ServerIdentity  # noqa: PLC0415 - as above
     from prefixstore.server.slot_store import SlotStore  # noqa: PLC0415 - as above
 
+    client = LlamaServer(url, timeout, options.server_key(api_key))
     identity = ServerIdentity.of_process(client.url, client.props())
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:
         yield opened

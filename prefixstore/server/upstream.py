@@ -19,7 +19,6 @@ from yarl import URL
 from prefixstore.server.refused import RefusedError
 
 __all__ = [
-    "ASK_SECONDS",
     "SERVER_URL",
     "UpstreamResponse",
     "Headers",
