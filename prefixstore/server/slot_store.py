@@ -156,9 +156,11 @@ class SlotStore:
     @property
     def is_unified(self) -> bool:
         """Whether its slots share one memory, in which each may take all of the room."""
-        layout = self.layout
-        has_rows = layout is not None and layout.shape is not None and bool(layout.shape.sections)
-        return has_rows and layout is not None and layout.streams == 1
+        layout, arguments = self.layout, str(self.identity.settings.get("arguments"))
+        if layout is None or layout.shape is None or not layout.shape.sections:
+            return False
+        # with --kv-unified-per-slot, all have room
+        return layout.streams == 1 and "unified" not in arguments.lower()
 
     @property
     def shortest(self) -> int:

@@ -115,15 +115,17 @@ def test_users_who_share_a_system_prompt_compute_it_once_and_their_own_text_once
 
 
 @pytest.mark.slow
-def test_what_has_no_room_in_slots_that_share_one_memory_is_restored(serve: Serve):
+@pytest.mark.parametrize(("room", "n_full"), [("-c", 2), ("--kv-unified-per-slot", 4)])
+def test_what_has_no_room_in_slots_that_share_one_memory_is_restored(room: str, n_full: int, serve: Serve):
     """As they do if ``-np`` is not given: the server empties idle slots, and does not say so."""
-    served = serve("-np", "4", "-kvu", "-c", "1024")
+    served = serve("-np", "4", "-kvu", room, "1024", *([] if room == "-c" else ["-c", "4096"]))
     for n_found in (0, 400):
         for i in range(4):
             assert cached(served.complete(prompt(i))) >= n_found
             status = served.saved()
     assert not status["failures"]
     assert "purging slot" not in served.text()
+    assert sum(slot["tokens"] > 0 for slot in status["slots"]) == n_full
 
 
 @pytest.mark.slow
