@@ -201,11 +201,12 @@ def migrate(location: str, *, check: bool = False) -> Result:
 
     where = without_password(location)
     before = schema.check_schema(location) if check else schema.upgrade(location)
-    is_current = before.is_current or not check
-    change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"
+    was_current = before == schema.HEAD
+    is_current = was_current or not check
+    change = f"schema {before or 'none'} -> {schema.HEAD} {'needed' if check else 'done'}"
     return Result(
-        {"location": where, "revision": before.revision, "head": before.head, "current": is_current},
-        f"{where}: schema {before.revision} is up to date" if before.is_current else f"{where}: {change}",
+        {"location": where, "revision": before, "head": schema.HEAD, "current": is_current},
+        f"{where}: schema {before} is up to date" if was_current else f"{where}: {change}",
         DONE if is_current else FAILED,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 from alembic import command
 from alembic.config import Config
@@ -15,7 +14,7 @@ from prefixstore.backends.forks import adding
 from prefixstore.backends.sql import database_of
 from prefixstore.errors import IncompatibleError, LocationError
 
-__all__ = ["HEAD", "VERSION_TABLE", "Status", "check_schema", "migrations_directory", "statements", "upgrade"]
+__all__ = ["HEAD", "VERSION_TABLE", "check_schema", "migrations_directory", "statements", "upgrade"]
 
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "4"
@@ -57,31 +56,19 @@ def statements(revision: str | None, dialect: str, where: str) -> list[str]:
     return [text.strip() for text in output.getvalue().split(";\n") if text.strip()]
 
 
-class Status(NamedTuple):
-    """The revision that a store has, None if there is no store yet, and the one that this version needs."""
-
-    revision: str | None
-    head: str
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the schema is up to date."""
-        return self.revision == self.head
-
-
-def check_schema(url: str) -> Status:
-    """The revision that the store has, and the one that is needed. Changes nothing.
+def check_schema(url: str) -> str | None:
+    """The revision that the store has, None if there is no store yet; `HEAD` is needed. Changes nothing.
 
     Raises `StorageError` if the database cannot be opened, or is another application's or of a newer version.
     """
     with closing(database_of(url, read_only=True)) as database:
-        return Status(database.revision(), HEAD)
+        return database.revision()
 
 
-def upgrade(url: str) -> Status:
-    """Create the store, or bring its schema up to date; returns the status before. Raises as `check_schema` does."""
+def upgrade(url: str) -> str | None:
+    """Create the store, or bring its schema up to date; returns what `check_schema` did before, and raises as that."""
     before = check_schema(url)
-    if not before.is_current:
+    if before != HEAD:
         with closing(database_of(url, read_only=False)) as database:
             database.upgrade()
     return before
