@@ -1,5 +1,7 @@
 """Sizes and durations as text, and what fits a budget."""
 
+from datetime import timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,20 @@ from prefixstore.units import format_bytes, format_number, format_seconds, forma
 )
 def test_a_size_is_parsed_with_its_unit(text, size):
     assert parse_bytes(text, "max_bytes") == size
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [(90, 90), ("90s", 90), ("1.5m", 90), ("2d", 172_800), (timedelta(days=2), 172_800)],
+)
+def test_a_duration_is_seconds_or_text_or_a_timedelta(duration, seconds):
+    assert parse_seconds(duration, "ttl") == seconds
+
+
+@pytest.mark.parametrize("ttl", ["soon", "-1s", 0, -5, float("nan"), float("inf"), True, None, "1 fortnight", [1]])
+def test_an_invalid_duration_is_named_in_the_error(ttl):
+    with pytest.raises(InvalidParameterError, match="ttl="):
+        parse_seconds(ttl, "ttl")
 
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_seconds])

@@ -1,12 +1,10 @@
-"""Budgets: quotas of tenants, expiry, priorities."""
+"""Budgets: quotas of tenants, pins, priorities."""
 
 from contextlib import closing
 
 import pytest
 
-from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import Namespace
-from prefixstore.units import parse_seconds
 from tests.support.engines import MIB, MemoryPages, P, Store
 from tests.support.newer import make_newer
 
@@ -72,22 +70,6 @@ def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     # one that fits if all that can be is evicted
     assert store.put([101] * P, 12 * SIZE) == 1
     assert held(store) == 10
-
-
-# -- expiry ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_duration_is_seconds_or_text_or_a_timedelta():
-    from datetime import timedelta
-
-    assert parse_seconds(90, "ttl") == parse_seconds("90s", "ttl") == parse_seconds("1.5m", "ttl") == 90
-    assert parse_seconds("2d", "ttl") == parse_seconds(timedelta(days=2), "ttl") == 172_800
-
-
-@pytest.mark.parametrize("ttl", ["soon", "-1s", 0, -5, float("nan"), float("inf"), True, None, "1 fortnight", [1]])
-def test_an_invalid_duration_is_named_in_the_error(ttl):
-    with pytest.raises(InvalidParameterError, match="ttl="):
-        parse_seconds(ttl, "ttl")
 
 
 # -- what is stored with a page ----------------------------------------------------------------------------------------

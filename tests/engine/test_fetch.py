@@ -79,25 +79,22 @@ class Watcher(MemoryPages):
 
 
 @contextmanager
-def store_of(codecs, pending=0):
-    """A store with a page for each of these codecs, and some that wait to be written."""
+def store_of(codecs):
+    """A store with a page for each of these codecs."""
     with engine_of(Watcher(), state_of=compressible) as store:
         left = iter(codecs)
-        store.engine.write_queue._committer._encode = lambda namespace, raw: encode(raw, next(left))
-        store.tokens = [i for i in range(len(codecs) + pending) for _ in range(P)]
-        store.news = store.announce(store.tokens, SIZE)
-        assert store.engine.commit(store.news[: len(codecs)]) == len(codecs)
-        for new in store.news[: len(codecs)]:
-            new.buffer.release()
-        store.path = [new.page for new in store.news]
-        store.states = [compressible(page.key, SIZE) for page in store.path]
+        store.engine.captures._committer._encode = lambda namespace, raw: encode(raw, next(left))
+        tokens = [i for i in range(len(codecs)) for _ in range(P)]
+        assert store.put(tokens, SIZE) == len(codecs)
+        store.wanted = store.path(tokens).pages
+        store.states = [compressible(page.key, SIZE) for page in store.wanted]
         store.catalog, store.fetcher = store.engine._catalog, store.engine._fetcher
         yield store
 
 
 def fetch(store, **options):
     """How many states were given out; each is compared with the original."""
-    with store.engine.fetching(store.path, **options) as states:
+    with store.engine.fetching(store.wanted, **options) as states:
         given = [bytes(state) for state in states]
     assert given == store.states[: len(given)]
     assert store.fetcher.buffers.in_use == 0
@@ -147,7 +144,7 @@ def way(request, monkeypatch):
 
 def take(store, along):
     """How many states were given out and verified, and what was counted; each verified one is compared."""
-    with store.engine.fetching(store.path, streamed=True, along=along) as states:
+    with store.engine.fetching(store.wanted, streamed=True, along=along) as states:
         given = [bytes(state) for state in states]
         n_verified = states.verified()
     assert given[:n_verified] == store.states[:n_verified]
@@ -163,8 +160,8 @@ def test_a_damaged_page_ends_the_restore_early_and_is_reported(way, at):
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) + b"?" if i >= at else payload)
         # before the next one is given out
         assert take(store, along) == (at + along, at, {"corrupt": 1})
-        assert store.catalog.deferred().damaged.keys() == {store.path[at].key}
-        assert store.catalog.is_damaged(store.path[at].key, store.path[at])
+        assert store.catalog.deferred().damaged.keys() == {store.wanted[at].key}
+        assert store.catalog.is_damaged(store.wanted[at].key, store.wanted[at])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +206,7 @@ def test_a_page_that_is_gone_ends_the_restore(way):
     codecs, along = way
     with store_of(codecs) as store:
         with store.backend.update() as transaction:
-            for page in store.path[6:]:
+            for page in store.wanted[6:]:
                 transaction.delete(page.key)
         assert take(store, along) == (6, 6, {"vanished": 1})
         assert not store.catalog.deferred().damaged
@@ -237,7 +234,7 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
     monkeypatch.setattr(source, "decode_into", lambda *args: pytest.fail("unpacked"))
     with store_of([codec] * 3) as store:
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
-        with store.engine.fetching(store.path, streamed=streamed) as states:
+        with store.engine.fetching(store.wanted, streamed=streamed) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"shape": 1}
 
@@ -252,7 +249,7 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(0.01 * (taken < 10))
         expected = pytest.raises(end) if end else nullcontext()
-        with expected, store.engine.fetching(store.path, streamed=streamed) as states:
+        with expected, store.engine.fetching(store.wanted, streamed=streamed) as states:
             for i in range(taken):
                 assert bytes(next(states)) == store.states[i]
             if end:
@@ -276,7 +273,7 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
 
         def read(number):
             try:
-                with store.engine.fetching(store.path, streamed=bool(number % 2)) as states:
+                with store.engine.fetching(store.wanted, streamed=bool(number % 2)) as states:
                     given = [bytes(state) for state in islice(states, number % 8)]
                     begun.wait()
                     assert closed.wait(PATIENCE)
@@ -294,7 +291,7 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
             thread.join()
         assert len(outcomes) == n_threads
         assert set(outcomes) == {8}
-        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.path):
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.wanted):
             pass
 
 
@@ -306,10 +303,10 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("_thread.start_new_thread", start)
             store.engine.threads._idle = SimpleQueue()
-            with store.engine.fetching(store.path, streamed=True) as states:
+            with store.engine.fetching(store.wanted, streamed=True) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 1}
-            with store.engine.fetching(store.path) as states:
+            with store.engine.fetching(store.wanted) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 2}
         read = []
