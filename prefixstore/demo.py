@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefixstore.config import import_llama_cpp
+from prefixstore.config import import_llama_cpp, model_file
 from prefixstore.errors import ContextError
-from prefixstore.models.file import is_gguf
 from prefixstore.store import PrefixStore
 
 __all__ = ["run_demo"]
@@ -26,32 +25,14 @@ ANSWER_TOKENS = 32
 
 
 def run_demo(model: Path | None = None) -> dict[str, Any]:
-    """Run the demo; what it found.
-
-    Parameters
-    ----------
-    model
-        A GGUF file; by default a model with random weights is written, whose state takes 32 KiB a token.
-
-    Raises
-    ------
-    MissingExtraError
-        If a package that the demo needs is not installed.
-    ContextError
-        If the model cannot be read.
-    """
+    """Run the demo with a GGUF file, or one that is written, with random weights; what it found."""
     import_llama_cpp()  # before a model is written, and before the two processes need it
     with tempfile.TemporaryDirectory(prefix="prefixstore-demo-") as directory:
         folder = Path(directory)
-        if model is None:
-            model = _write_model(folder / "demo.gguf")
-        elif not model.is_file():
-            raise ContextError(f"model file not found: {model}; leave it out for a generated model")
-        elif not is_gguf(model):
-            raise ContextError(f"{model} is not a GGUF file; leave it out for a generated model")
+        path = model_file(model) if model is not None else _write_model(folder / "demo.gguf")
         location = f"lmdb://{folder / 'kv'}"
-        cold = _process("A", "computes the prompt and exits", model, location)
-        warm = _process("B", "starts with the same prompt", model, location)
+        cold = _process("A", "computes the prompt and exits", path, location)
+        warm = _process("B", "starts with the same prompt", path, location)
     return {"location": location, "cold": cold, "warm": warm, "same_answer": cold["answer"] == warm["answer"]}
 
 
@@ -60,16 +41,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _write_model(path: Path) -> Path:
+def _write_model(path: Path) -> str:
     from prefixstore.testing.models import DEMO, write_model  # noqa: PLC0415 - costs time where there is a model
 
     _say("Writing a model with random weights (16 layers, 32 KiB of state a token) ...")
-    return write_model(path, DEMO)
+    return str(write_model(path, DEMO))
 
 
-def _process(name: str, does: str, model: Path, location: str) -> dict[str, Any]:
+def _process(name: str, does: str, model: str, location: str) -> dict[str, Any]:
     _say(f"Process {name} {does} ...")
-    command = [sys.executable, "-m", "prefixstore.demo", str(model), location]
+    command = [sys.executable, "-m", "prefixstore.demo", model, location]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise ContextError(

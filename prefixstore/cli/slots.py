@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.named_files import STANDARD, chat_in, text_in
+from prefixstore.cli.named_files import chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive

@@ -29,7 +29,7 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.units import format_bytes, format_number, format_seconds, format_share
+from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["Screen", "hottest", "stats", "top"]
 
@@ -83,8 +83,8 @@ def stats(location: str, *, max_bytes: str | None = None) -> Result:
             say("note: prompts of processes that use this as a far location are counted in their nearer location")
 
     since = iso(history.since * 10**9) if history.since is not None else None
-    counted = {name: history.total(days).as_dict() for name, days in SPANS.items()}
-    return Result(numbers | {"since": since} | counted | {f"by_{name}": some for name, some in groups.items()}, show)
+    spans = {name: history.total(days).as_dict() for name, days in SPANS.items()}
+    return Result(numbers | {"since": since} | spans | {f"by_{name}": some for name, some in groups.items()}, show)
 
 
 def _numbers(
@@ -147,7 +147,7 @@ def by_title(history: History, titles: Mapping[str, str], days: int | None = Non
 def in_use(used: Used, capacity: int | None) -> str:
     """How much of a location is used."""
     share = f" of {format_bytes(capacity)} ({format_share(used.bytes / capacity, 1)})" if capacity else ""
-    return f"{format_bytes(used.bytes)}{share} used in {format_number(used.entries)} pages"
+    return f"{format_bytes(used.bytes)}{share} used in {counted(used.entries, 'page')}"
 
 
 def _held(numbers: Mapping[str, Any]) -> Iterator[str]:

@@ -129,6 +129,7 @@ def _location(
             with archive.view() as view:
                 facts = read_facts(view)
                 holdings, used, history = holdings_of(view, facts), view.used.bytes, archive.history()
+            names |= history.models
             found.append(_stored(used, holdings))
             found.append(_found("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing

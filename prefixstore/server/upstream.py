@@ -20,7 +20,6 @@ from prefixstore.server.refused import RefusedError
 
 __all__ = [
     "SERVER_URL",
-    "UpstreamResponse",
     "Headers",
     "Reply",
     "Upstream",

@@ -47,6 +47,7 @@ def store(tmp_path_factory):
         (2, "warm --model {gguf} --store new", "no prompts are given"),
         (2, "warm --model {gguf} --store memory: prompts.jsonl", "memory: ends with this command"),
         (2, "warm --model none.gguf --store new p.txt", "model file not found"),
+        (2, "demo --model none.gguf", "model file not found"),
         (2, "warm --model {gguf} --store new --type-k q9 three.toml", "not a value known to llama.cpp"),
         # a size or an age without a unit, or none at all
         (2, "purge {store} --older-than 30", "--older-than='30' has no unit; pass one, as in"),

@@ -105,7 +105,7 @@ def test_damaged_records_are_no_pages(tmp_path, run):
         make_corrupt(archive.backend, key)
     found = json.loads(run("stats", tmp_path / "kv", "--json")[1])
     assert (found["pages"], found["damaged_pages"]) == (1, 1)
-    assert "in 1 pages, 4 tokens, 1 damaged" in " ".join(run("stats", tmp_path / "kv")[1].split())
+    assert "in 1 page, 4 tokens, 1 damaged" in " ".join(run("stats", tmp_path / "kv")[1].split())
 
 
 def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):

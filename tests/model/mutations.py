@@ -108,7 +108,7 @@ def purge_leaves_one_page(patch: Patch) -> None:
 
 @leads_to("a restore gives the state bit for bit", ("capture", 0, [PAGE]), ("damage", 0), ("restore", 0, PAGE))
 def a_damaged_payload_is_returned(patch: Patch) -> None:
-    for name in ("verify", "verify_checksum"):
+    for name in ("verify_payload", "verify_checksum"):
         patch.setattr(source, name, lambda _, view: view)
 
 
