@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BufferPool", "PooledBuffer", "released_on_error"]
-
 IDLE_BYTES = 64 << 20
 
 _pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory of a pool, to which it returns when nothing refers to it any longer: no buffer, and no view of one."""
+    """Memory of a pool, to which it returns when neither a buffer nor a view of one refers to it any more."""
 
     pool: BufferPool | None = None
 
@@ -33,12 +31,9 @@ class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class PooledBuffer:
-    """A buffer in use, until it is released or lost. Views of it stay valid as long as they are referenced.
+    """A buffer in use, until it is released or collected. Views of it stay valid as long as they are referenced.
 
-    Attributes
-    ----------
-    view
-        The buffer, of the requested size; empty after it was released.
+    `view` is its memory, of the requested size; empty after it was released.
     """
 
     # set by the pool while it counts as in use
@@ -50,13 +45,13 @@ class PooledBuffer:
 
     @property
     def address(self) -> int:
-        """Where it is, for C."""
+        """The address of its memory."""
         return int(np.frombuffer(self.view, np.uint8).ctypes.data)
 
     def release(self) -> None:
-        """Count it as in use no longer. A second call does nothing."""
+        """Stop counting it as in use. A second call does nothing."""
         pool = self._pool
-        # nothing is called between these steps: an interrupt would not be in the middle
+        # no call between these two steps: an interrupt cannot separate them
         with pool.lock:
             pool.in_use -= self._size
             self._size = 0
@@ -75,8 +70,7 @@ class BufferPool:
     Parameters
     ----------
     limit
-        Bytes that may be in use at a time; None for no limit. While none is in use, one buffer of any size is given
-        out.
+        Bytes that may be in use at a time; None for no limit. While none is in use, one buffer may have any size.
 
     Attributes
     ----------
@@ -92,7 +86,7 @@ class BufferPool:
         _pools.add(self)
 
     def renew(self) -> None:
-        """A new lock, as in the child of a fork: who had it is in the parent."""
+        """Make a new lock, as in a forked child, where the thread that held the old one does not exist."""
         # memory may come back at any moment, also to the thread that has the lock
         self.lock = threading.RLock()
         self.freed = threading.Condition(self.lock)
@@ -109,7 +103,7 @@ class BufferPool:
                     return None
             buffer._size = size  # noqa: SLF001 - of this module
             self.in_use += size
-            # not a large one for a little: it would count as little
+            # not much larger than requested: only the requested size is counted
             fitting = [memory for memory in self._idle if size <= memory.nbytes <= 2 * size]
             idle = min(fitting, key=lambda array: array.nbytes, default=None)
             self._idle = [kept for kept in self._idle if kept is not idle]
@@ -137,7 +131,7 @@ class BufferPool:
         return self._limit is None or not self.in_use or self.in_use + size <= self._limit
 
     def keep(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Nothing refers to this memory any longer: it may be used again."""
+        """Take back memory to which nothing refers any more."""
         with self.lock:
             self._idle.append(memory)
             while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:

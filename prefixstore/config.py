@@ -43,8 +43,6 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Config", "explain_of_model", "explain_settings", "import_llama_cpp", "load", "load_config", "model_file"]
-
 log = logging.getLogger("prefixstore")
 
 # Parameters of Llama that a file can hold. (Handlers, draft models and tokenizers are objects.)

@@ -1,4 +1,4 @@
-"""What is counted: counters, times and histograms; for whom, and what a store keeps of a context."""
+"""Counters, times and histograms; and `Kind`, what a store keeps of a context."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
-
-__all__ = [
-    "AGE_BUCKETS",
-    "DAY",
-    "HISTOGRAMS",
-    "OTHERS",
-    "SECONDS_BUCKETS",
-    "Counters",
-    "Histogram",
-    "Kept",
-    "Kind",
-    "short",
-]
 
 _NONE = "none: "
 
@@ -110,14 +97,14 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total + max(value, 0.0))
 
 
-# What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are counted
-# together, and the most frequent reasons by themselves.
+# What is kept in a location by day and namespace: counts of prompts (all misses, and their most frequent reasons), and
+# counts of pages.
 OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
 OF_PROMPTS |= {"misses_not_found", "misses_diverged", "misses_evicted"}
 OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})
 # seconds
 DAY = 86_400
-# figures that may wait to be written; those of further namespaces are counted together, under no namespace
+# how many figures may wait to be written; further namespaces are counted together, under the name `OTHERS`
 MOST_WAITING = 32_768
 OTHERS = ""
 
@@ -131,7 +118,7 @@ def short(key: bytes) -> str:
 
 
 class Counters:
-    """Counts, times and histograms by name, safe to raise from many threads.
+    """Counts, times and histograms by name. Any number of threads may use it.
 
     What is counted with the key of a namespace is also collected for the location, if its name is in `collected`.
     """
@@ -177,7 +164,7 @@ class Counters:
     def _keep(self, name: str, by: int, namespace: bytes) -> None:
         """Collect a count for the location, if it is one that is kept."""
         group, _, reason = name.partition(":")
-        # those of prompts that were to bypass the store say nothing about it
+        # a bypassed prompt says nothing about the store
         names = {"misses", f"misses_{reason}"} if group == "miss" and reason != "bypassed" else {name}
         for one in names & self.collected if by else ():
             whose = short(namespace) if len(self._kept) < MOST_WAITING else OTHERS
@@ -185,7 +172,7 @@ class Counters:
 
     @contextmanager
     def not_serving(self) -> Iterator[None]:
-        """In this block, prompts are those of a job or a check: they are not kept in the location."""
+        """A block whose prompts are those of a job or a check, and not kept in the location."""
         before, self.collected = self.collected, self.collected - OF_PROMPTS
         try:
             yield
@@ -198,7 +185,7 @@ class Counters:
             return self._kept.copy()
 
     def written(self, kept: Kept) -> None:
-        """Note that this is in the location now."""
+        """Note that these figures are in the location now."""
         with self._lock:
             self._kept.subtract(kept)
             self._kept = Counter({row: n for row, n in self._kept.items() if n})
@@ -250,7 +237,7 @@ class Counters:
         return self._seconds.get(name, 0.0)
 
     def gained(self, name: str) -> float:
-        """What was added to a time, in seconds, without what was subtracted: it never falls."""
+        """A time without negative additions, in seconds: it never falls."""
         return self._gained.get(name, 0.0)
 
     def group(self, prefix: str) -> dict[str, int]:

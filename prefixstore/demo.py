@@ -15,8 +15,6 @@ from prefixstore.config import import_llama_cpp, model_file
 from prefixstore.errors import ContextError
 from prefixstore.store import PrefixStore
 
-__all__ = ["run_demo"]
-
 N_BATCH = 512
 # One token more than a multiple of the batch: the cold process computes the last token alone, as the warm one does, so
 # the two compute their answers from the same numbers, bit by bit.

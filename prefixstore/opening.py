@@ -1,4 +1,4 @@
-"""Opens a location, or two, one in front of the other: `OpenLocation`, what a store is without a ``Llama``."""
+"""Opens one location, or a near and a far one; `OpenLocation` is what a store is without a ``Llama``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ from prefixstore.units import parse_target
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Location", "Locations", "OpenLocation", "locations_of", "open_engine"]
-
 log = logging.getLogger("prefixstore")
 
 Location: TypeAlias = "str | os.PathLike[str] | None"
 Locations: TypeAlias = "Location | Sequence[str | os.PathLike[str]]"
 
-# a location in front of another one
+# how many locations a store may have
 MOST = 2
 
-# of `Stats`: what is counted under the same name, counts by reason and their group, and times
+# fields of `Stats`: counters of the same name, counters by reason with their group, and times
 COUNTS = (
     *("hits", "live_hits", "prompt_tokens", "tokens_restored", "tokens_computed", "pages_captured"),
     *("snapshots_captured", "evictions", "expired", "corrupt", "packed", "outages", "allocations", "frees"),
@@ -126,9 +124,9 @@ class OpenLocation:
     Parameters
     ----------
     engine
-        Of the location; it is closed at the end of the process, or on garbage collection: what was captured is written.
+        It is closed at the latest when the store is garbage-collected, or at the end of the process.
     capacity
-        What a share is a share of, in bytes; None if nobody has said what the location may hold.
+        The bytes that 100 % stands for; None if it was not said what the location may hold.
 
     Attributes
     ----------
@@ -158,7 +156,7 @@ class OpenLocation:
         MisuseError
             If the calling thread is in the block of a view or of a restore. The store stays open.
         """
-        # an interrupt ends the wait only: whoever calls again, or the end of the process, waits for the rest
+        # an interrupt ends the wait only: another call, or the end of the process, waits for the rest
         try:
             self._engine.close()
         except StorageError:
@@ -269,7 +267,7 @@ class OpenLocation:
         try:
             used, stored, raw = engine.upkeep.used()
         except StorageError:
-            # a failing location is when the counters are needed
+            # the counters are needed most when the location fails
             used, stored, raw = engine.upkeep.last_used()
         pending_pages, pending_snapshots = engine.write_queue.pending
         counted: dict[str, Any] = {name: count[name] for name in COUNTS}
@@ -349,7 +347,7 @@ class OpenLocation:
 
 
 def _finalize(store: weakref.ref[OpenLocation], engine: Engine) -> None:
-    """Close the engine of a store: immediately if it is closed or the process ends; otherwise it is being collected."""
+    """Close the engine of a store: at once at the end of the process; in a thread if the store is being collected."""
     if store() is not None:
         engine.close()
     else:

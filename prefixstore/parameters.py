@@ -14,8 +14,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.units import parse_bytes, parse_seconds, shown
 
-__all__ = ["Parameters"]
-
 
 @dataclass(frozen=True)
 class Parameters:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["LastPrompt", "Match", "PromptMeter", "SessionCounts", "Stats", "TierStats"]
-
 
 @dataclass(frozen=True)
 class Match:

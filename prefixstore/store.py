@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prefixstore.traces.recorder import Recorder
     from prefixstore.warming.prompt_list import PromptLike
 
-__all__ = ["PrefixStore"]
-
 log = logging.getLogger("prefixstore")
 
 

@@ -8,18 +8,6 @@ from datetime import timedelta
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = [
-    "counted",
-    "format_bytes",
-    "format_number",
-    "format_seconds",
-    "format_share",
-    "parse_bytes",
-    "parse_seconds",
-    "parse_target",
-    "shown",
-]
-
 # 1 EiB: no location holds more, and what is computed from it fits into 64 bits
 LARGEST_BYTES = 1 << 60
 SHOWN = 80

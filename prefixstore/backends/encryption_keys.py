@@ -31,25 +31,6 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import InvalidParameterError, LocationError, StorageError, UnavailableError
 
-__all__ = [
-    "ENVIRONMENT",
-    "FORGOTTEN",
-    "HEADER",
-    "ID_BYTES",
-    "MAGIC",
-    "SECRET_BYTES",
-    "Key",
-    "KeyProvider",
-    "Keys",
-    "Source",
-    "key_id",
-    "key_of",
-    "line_of",
-    "name_of_provider",
-    "provider_of",
-    "use_by_default",
-]
-
 # where the keys come from if a store is not told
 ENVIRONMENT = "PREFIXSTORE_KEY"
 NONE = "none"

@@ -9,8 +9,6 @@ from pathlib import Path
 from prefixstore.backends.location import path_of, scheme_of
 from prefixstore.errors import LocationError
 
-__all__ = ["absolute", "expanded", "local_path", "make_directory", "publish", "sync_path"]
-
 
 def local_path(location: str) -> Path | None:
     """The directory or the file of a location; None for one that is not in a file."""

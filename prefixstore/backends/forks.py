@@ -34,8 +34,6 @@ import numpy.ma  # noqa: F401
 from prefixstore.backends.threads import Caller, caller
 from prefixstore.errors import MisuseError
 
-__all__ = ["HandleLock", "abandon", "adding", "is_quiet", "register_at_fork", "release_interrupted_frames"]
-
 # how often a thread that waits looks again; it waits rarely
 POLL_SECONDS = 0.001
 

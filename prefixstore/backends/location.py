@@ -10,19 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 from prefixstore.errors import InvalidParameterError, LocationError
 
-__all__ = [
-    "ENVIRONMENT",
-    "cache_directory",
-    "default_location",
-    "is_url",
-    "path_of",
-    "require_plain_password",
-    "scheme_of",
-    "text_of",
-    "without_password",
-    "without_passwords",
-]
-
 # the variable that names the location where nothing else does
 ENVIRONMENT = "PREFIXSTORE_LOCATION"
 # in names of options, and in values, that are not shown

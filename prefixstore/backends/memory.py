@@ -13,8 +13,6 @@ from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.record import Buffer
 
-__all__ = ["Memory", "MemoryBackend", "SortedRows", "open_memory"]
-
 # a block of more rows becomes two
 ROWS_OF_BLOCK = 512
 

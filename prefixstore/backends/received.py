@@ -7,8 +7,6 @@ from contextlib import suppress
 
 from prefixstore.errors import UnavailableError
 
-__all__ = ["ReceivedMemory"]
-
 KEPT_BYTES = 128 << 20
 # below that fresh memory is as good
 SMALL = 64 << 10

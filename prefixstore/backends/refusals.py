@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prefixstore.errors import IncompatibleError, LocationError, UnavailableError
 
-__all__ = ["closed", "foreign", "missing", "no_store", "other_format", "read_only"]
-
 CREATED_BY = "the first writer creates a store: PrefixStore(...), prefixstore warm, serve, import or copy"
 
 

@@ -24,8 +24,6 @@ from prefixstore.errors import CorruptError, LocationError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED
 from prefixstore.format.record import Buffer
 
-__all__ = ["SealedFile", "Sealer", "sealed_size", "sealing"]
-
 RANDOM_BYTES = 24
 # the id of the key, and a random number
 HEAD = struct.Struct(f"<{ID_BYTES}s{RANDOM_BYTES}s")

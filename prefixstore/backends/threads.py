@@ -19,20 +19,6 @@ from weakref import WeakSet
 
 from prefixstore.errors import StorageError
 
-__all__ = [
-    "Answer",
-    "Caller",
-    "HasThreads",
-    "Lent",
-    "OwnThread",
-    "Threads",
-    "caller",
-    "close_soon",
-    "handed_over",
-    "is_own",
-    "start_thread",
-]
-
 log = logging.getLogger("prefixstore")
 
 P = ParamSpec("P")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from prefixstore.errors import LocationError
 
-__all__ = ["require_trusted_directory", "require_trusted_files"]
-
 
 def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
     """Refuse a directory in which others can plant files, with the command that fixes it: raises `LocationError`.

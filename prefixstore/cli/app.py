@@ -16,8 +16,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["app", "run"]
-
 FAILED = 1
 # the commands, by what they are for: the module of each, and its name
 COMMANDS = {

@@ -31,8 +31,6 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["Result", "ready"]
-
 MISUSED, UNUSABLE = 2, 3
 ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
 # what `Path.is_file` raises for a path given by the user

@@ -23,8 +23,6 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.units import counted
 
-__all__ = ["doctor", "explain"]
-
 MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
 
 

@@ -18,8 +18,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
 from prefixstore.report.labels import visible
 
-__all__ = ["init"]
-
 NAME = "prefixstore.toml"
 TEXT = """\
 # Settings for jobs, servers and commands, so that all of them use the same pages:

@@ -16,8 +16,6 @@ from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
-__all__ = ["add", "forget", "list_", "new", "rotate"]
-
 FIRST_LINE = "# Keys of prefixstore, the newest last. Whoever has this file can read what is stored under them.\n"
 
 

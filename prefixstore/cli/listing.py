@@ -24,8 +24,6 @@ from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted, format_seconds
 
-__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants"]
-
 SHORT = 12  # digits shown of a key
 ORDERS = {
     "used": lambda one: -one.last_used,

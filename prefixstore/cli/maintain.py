@@ -26,8 +26,6 @@ from prefixstore.maintenance.verify import BOUND
 from prefixstore.maintenance.verify import compare_computed as compare
 from prefixstore.units import counted, format_bytes, format_share, parse_seconds, parse_target
 
-__all__ = ["check", "clear", "compact", "evict", "migrate", "pin", "purge", "unpin", "verify"]
-
 SHORT = 12  # digits shown of a key
 # what `verify` lists
 COMPARED = {"page": "page", "tokens>": "n_tokens", "restored>": "restored", "difference>": "difference"}

@@ -11,8 +11,6 @@ from prefixstore.maintenance.bench import measure_rates
 from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes
 
-__all__ = ["bench", "demo"]
-
 
 def bench(location: str) -> Result:
     """Measure a store on this machine.

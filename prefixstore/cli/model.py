@@ -13,8 +13,6 @@ from prefixstore.report.labels import Words
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["configured", "open_model", "silence_llama", "text_of_tokens", "tokens_of_prefix"]
-
 
 def configured(
     location: str, config: Path | None, model: Path | None, n_ctx: int | None = None, salt: str | None = None

@@ -26,8 +26,6 @@ from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, chosen, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["copy", "export", "import_"]
-
 
 def export(
     location: str,

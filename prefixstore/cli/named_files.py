@@ -15,8 +15,6 @@ from prefixstore.backends.files import sync_path
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import format_bytes
 
-__all__ = ["STANDARD", "chat_in", "is_replaced", "reading", "text_in", "writing"]
-
 # stdin or stdout, in place of a file
 STANDARD = "-"
 MAX_PROMPT = 64 << 20

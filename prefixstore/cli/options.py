@@ -12,8 +12,6 @@ import typer
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.units import parse_bytes
 
-__all__ = ["CONFIG_VARIABLE", "max_bytes_of", "server_key", "with_help"]
-
 CONFIG_VARIABLE = "PREFIXSTORE_CONFIG"
 # the second is llama-server's own
 SERVER_KEYS = ("PREFIXSTORE_SERVER_KEY", "LLAMA_API_KEY")

@@ -19,23 +19,6 @@ from rich.text import Text
 from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes, format_seconds
 
-__all__ = [
-    "ago",
-    "confirmed",
-    "emit",
-    "fields",
-    "has_terminal",
-    "in_words",
-    "iso",
-    "listed",
-    "may_replace",
-    "print_all",
-    "say",
-    "table",
-    "table_of",
-    "tell",
-]
-
 DONE, FAILED = 0, 1
 # columns of a file or a pipe, where no table is too wide
 WIDE = 10_000

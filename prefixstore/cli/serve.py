@@ -16,8 +16,6 @@ from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.units import parse_bytes
 
-__all__ = ["COMMAND_CLASS", "serve"]
-
 ON_DAMAGE = ("aside", "without", "fail")
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
 

@@ -18,8 +18,6 @@ from prefixstore.cli.output import say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.server.child import check_options, check_program
 
-__all__ = ["run_shim", "shim"]
-
 PROGRAM = "llama-server"
 SCRIPT = """\
 #!/bin/sh

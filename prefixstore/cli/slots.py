@@ -20,8 +20,6 @@ from prefixstore.units import counted, format_bytes
 if TYPE_CHECKING:
     from prefixstore.server.slot_store import SlotStore
 
-__all__ = ["restore", "save"]
-
 
 def save(
     store: str,

@@ -31,8 +31,6 @@ from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
 
-__all__ = ["Screen", "hottest", "stats", "top"]
-
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
 COLUMNS = ("stored>", "pages>", "hit rate>", "hits>", "saved>")

@@ -15,8 +15,6 @@ from prefixstore.traces.read import Trace, read_trace
 from prefixstore.traces.replay import Curve, pages_in, simulate
 from prefixstore.units import counted, format_bytes, format_share
 
-__all__ = ["simulate_"]
-
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
 

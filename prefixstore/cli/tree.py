@@ -29,8 +29,6 @@ from prefixstore.report.labels import Words, labels_of, tokens_of_pages
 from prefixstore.report.runs import Column, parents_of, runs_of
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["report", "tree"]
-
 
 def tree(
     location: str,

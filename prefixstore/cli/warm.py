@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from llama_cpp import Llama
 
-__all__ = ["prepare", "progress_shown", "warm"]
-
 SIGNALLED = 128  # plus the number of the signal
 # what llama-server has by default, and a Llama has not
 OF_SERVER = {"flash_attn": True}

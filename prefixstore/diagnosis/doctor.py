@@ -30,8 +30,6 @@ from prefixstore.maintenance.holdings import Holding, holdings_of, read_facts
 from prefixstore.opening import locations_of
 from prefixstore.units import counted, format_bytes, format_share, parse_bytes
 
-__all__ = ["Finding", "Level", "examine"]
-
 # what an error report needs the versions of, beside this package; installed or not
 PACKAGES = ("llama-cpp-python", "lmdb", "numpy", "SQLAlchemy", "psycopg", "valkey", "obstore", "aiohttp")
 # contexts of full length that a budget should hold

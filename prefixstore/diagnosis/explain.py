@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prefixstore.llama.hook import Hook
 
-__all__ = ["explain_prompt", "explain_without_context", "tokens_to_explain"]
-
 # the text of some tokens
 Words: TypeAlias = "Callable[[Sequence[int]], str]"
 # tokens before and after the fork, and characters of their texts that are shown

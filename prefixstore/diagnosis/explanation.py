@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from prefixstore.units import counted
 
-__all__ = ["Explanation", "Fork", "OtherSettings"]
-
 
 @dataclass(frozen=True)
 class Fork:

@@ -38,8 +38,6 @@ from prefixstore.engine.policy import MOST_COUNTED, Ghosts, Leaves, Policy, Rank
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["Access", "Adaptive", "Duel", "Mode", "admits_by_use"]
-
 # pages of the sampled keys that each cache holds, as far as the sample may be so large, or so small
 PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 # an access this many accesses ago weighs a third of one now

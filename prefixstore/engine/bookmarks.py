@@ -28,8 +28,6 @@ from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, Toke
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["MAX_BOOKMARKS", "Bookmark", "BookmarkChange", "Bookmarks", "Unset", "bookmarks_in"]
-
 log = logging.getLogger("prefixstore")
 
 # how many a namespace has at most; the latest are kept

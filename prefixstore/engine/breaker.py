@@ -16,8 +16,6 @@ from prefixstore.errors import CorruptError, IncompatibleError, StorageError, Un
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import checksum
 
-__all__ = ["LOCAL_PATIENCE", "CircuitBreaker", "probe"]
-
 log = logging.getLogger("prefixstore")
 
 # How long a request may take, and how fast bytes must arrive: anything slower counts as a failure.

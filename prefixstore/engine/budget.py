@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from prefixstore.engine.page_view import Used
 
-__all__ = ["HIGH_WATER", "LOW_WATER", "PART_FOR_A_NOTE", "Budget", "Evicted"]
-
 # of `max_bytes`: as much may one note take
 PART_FOR_A_NOTE = 1 / 256
 # shares of `max_bytes`: above the first, new pages are packed, until no more than the second is in use

@@ -22,8 +22,6 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.format.record import CLOCK_SLACK, Record
 
-__all__ = ["Catalog"]
-
 log = logging.getLogger("prefixstore")
 
 

@@ -23,25 +23,6 @@ from prefixstore.engine.keyspace import CHILD, RECORD, under
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Identity, Record, identity_of
 
-__all__ = [
-    "ChildRow",
-    "add_child",
-    "all_children",
-    "around",
-    "child_bytes",
-    "child_path",
-    "children_of",
-    "first_node",
-    "hollow",
-    "leads_to",
-    "mend_child",
-    "nearest",
-    "page_path",
-    "pages_below",
-    "remove_child",
-    "take_out",
-]
-
 # bytes of tokens in the key of a row: of the first step, and of the others
 FIRST_BYTES = 32 * TOKEN_BYTES
 STEP_BYTES = 112 * TOKEN_BYTES

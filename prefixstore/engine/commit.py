@@ -32,8 +32,6 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
 from prefixstore.format.record import Record, Usage, time_of_use
 
-__all__ = ["Batch", "Committer"]
-
 log = logging.getLogger("prefixstore")
 
 ATTEMPTS = 6

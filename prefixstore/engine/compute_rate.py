@@ -10,8 +10,6 @@ from itertools import accumulate
 
 from prefixstore.engine.page import Page
 
-__all__ = ["SMALLEST_BATCH", "ComputeRate", "RestoreDeadline"]
-
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32

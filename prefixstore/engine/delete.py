@@ -25,8 +25,6 @@ from prefixstore.format.codec import decode
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import Record, time_of_use
 
-__all__ = ["Choice", "Deleter", "Removed", "beginning_with", "subtree"]
-
 
 @dataclass(frozen=True)
 class Removed:

@@ -36,8 +36,6 @@ from prefixstore.errors import IncompatibleError, LocationError, StorageError, U
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Buffer
 
-__all__ = ["Encrypted", "RowCipher"]
-
 log = logging.getLogger("prefixstore")
 
 # what stands for a part of a key; for a short one, such as a token, fewer bytes are enough

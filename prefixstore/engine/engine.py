@@ -45,8 +45,6 @@ from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.results import SessionCounts, TierStats
 
-__all__ = ["Engine"]
-
 log = logging.getLogger("prefixstore")
 
 QUEUE_BYTES = 256 << 20

@@ -27,8 +27,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.units import shown
 
-__all__ = ["ALL", "POLICIES", "Group", "Rank", "Victim", "Victims", "policy_named"]
-
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
     # least recently used first; among pages used together, the deepest first

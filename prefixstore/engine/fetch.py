@@ -19,8 +19,6 @@ from prefixstore.engine.page import Page
 from prefixstore.engine.source import SLOWER, Admit, Given, LateError, Look, ShapeError, Source, SourceReader
 from prefixstore.errors import StorageError
 
-__all__ = ["Deadline", "States"]
-
 T = TypeVar("T")
 
 # How late a location on this machine may be: perhaps the whole machine has paused.

@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AGES", "CLASSES", "CLASSES_PER_LEVEL", "Hazards", "age_bins", "level", "use_level"]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 # ages in half octaves of prompts: 1, 1.5, 2, 3, 4, 6, ...; the last one begins at twelve million

@@ -14,8 +14,6 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import overlaps_of
 from prefixstore.format.record import Record, StoredPage
 
-__all__ = ["Imported", "Importer"]
-
 
 class Imported(NamedTuple):
     """How many imported pages were stored, and the size of their payloads; how many were present, or refused.

@@ -18,20 +18,6 @@ from prefixstore.format.codec import decode
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
 from prefixstore.format.record import Record, head_of
 
-__all__ = [
-    "CHECKS",
-    "HOLLOW",
-    "LOST",
-    "MISPLACED",
-    "STRAY_LEAVES",
-    "WRONG_LEAVES",
-    "Check",
-    "Violation",
-    "flaws",
-    "strays",
-    "violations",
-]
-
 # how often all pages are counted again while others write
 SUMS = 5
 # how often something that looks wrong is looked at again

@@ -32,31 +32,6 @@ from prefixstore.backends.contract import Range, Row, View, after_all
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import MOST_USES, Head, Usage
 
-__all__ = [
-    "CHILD",
-    "COUNT",
-    "LEAF",
-    "LEAVES",
-    "NAMESPACE",
-    "NOTE",
-    "PARTS",
-    "RECORD",
-    "TENANT_BYTES",
-    "USAGE",
-    "Count",
-    "Leaf",
-    "bookmarks_note",
-    "count_row",
-    "counts_from",
-    "counts_of",
-    "everything",
-    "leaf_row",
-    "leaves_of",
-    "tenant_of",
-    "under",
-    "walk",
-]
-
 RECORD = b"r"
 USAGE = b"u"
 CHILD = b"c"

@@ -11,8 +11,6 @@ from prefixstore.engine.record_cache import Entry, RecordCache
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
-__all__ = ["Located", "PagedPrompt", "Waiting"]
-
 
 class PagedPrompt:
     """A sequence of tokens, cut into pages. The cache saves hashing keys that were looked up before.

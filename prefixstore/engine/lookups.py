@@ -23,8 +23,6 @@ from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens
 from prefixstore.format.record import Record, Usage, time_of_use
 
-__all__ = ["Lookups"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

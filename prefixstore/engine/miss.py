@@ -13,8 +13,6 @@ from prefixstore.engine.engine import Engine
 from prefixstore.errors import PrefixStoreError, StorageError
 from prefixstore.format.keys import Tokens, page_key
 
-__all__ = ["BYPASSED", "Guard", "bypassing", "is_bypassed", "miss_reason"]
-
 log = logging.getLogger("prefixstore")
 
 # the reason in ``stats()``

@@ -10,8 +10,6 @@ import numpy as np
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Page", "Path", "in_order", "is_same", "later", "shared_tokens"]
-
 
 @dataclass(slots=True, eq=False)
 class Page:

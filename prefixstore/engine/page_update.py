@@ -22,8 +22,6 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, identity_of, record_bytes
 
-__all__ = ["PageUpdate"]
-
 
 class PageUpdate(PageView):
     """Reads and changes pages: exclusive, and all or nothing."""

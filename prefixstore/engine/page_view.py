@@ -26,15 +26,6 @@ from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import FACTS, Buffer, Facts, Record, Usage, facts_of, head_of
 
-__all__ = [
-    "PageView",
-    "Used",
-    "leaf_of",
-    "path_in",
-    "tokens_of",
-    "usage_in",
-]
-
 
 @dataclass(frozen=True)
 class Used:

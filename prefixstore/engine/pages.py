@@ -37,8 +37,6 @@ from prefixstore.errors import (
 if TYPE_CHECKING:
     from prefixstore.engine.encrypted import Encrypted
 
-__all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
-
 log = logging.getLogger("prefixstore")
 
 _P = ParamSpec("_P")

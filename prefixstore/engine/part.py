@@ -14,8 +14,6 @@ from prefixstore.engine.page import Page
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import Tokens
 
-__all__ = ["Part", "Shared", "Tap"]
-
 
 class Shared(NamedTuple):
     """What the parts of an engine share. The `threads` do the work of callers."""

@@ -13,8 +13,6 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Damage", "Deferred", "DropReason", "Outdated", "PendingPage", "Use"]
-
 
 class Use(NamedTuple):
     """Uses of a page that are not written yet: how many (`n`), and what they make of its usage."""

@@ -16,8 +16,6 @@ from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page import Page
 from prefixstore.format.record import MOST_USES
 
-__all__ = ["MOST_COUNTED", "Counting", "Ghosts", "Leaves", "Ordering", "Policy", "Ranks"]
-
 # evicted pages that are remembered at most: 4 MiB
 GHOSTS = 1 << 19
 MOST_COUNTED = 255

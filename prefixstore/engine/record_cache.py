@@ -13,8 +13,6 @@ from prefixstore.errors import StorageError
 from prefixstore.format.keys import page_key
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Entry", "RecordCache"]
-
 # pages that are kept at most: 4 KB each of 256 tokens
 MOST_KEPT = 4096
 

@@ -11,8 +11,6 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["overlaps_of", "pinned_with", "with_descendants"]
-
 
 def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
     """These pages and their descendants, children before their parents.

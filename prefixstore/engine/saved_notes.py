@@ -21,8 +21,6 @@ from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import NOTE, History
 
-__all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
-
 log = logging.getLogger("prefixstore")
 
 # what the policy has learned is saved after so many seconds at the earliest, and after so many lookups

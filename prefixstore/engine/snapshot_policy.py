@@ -11,8 +11,6 @@ from prefixstore.engine.page_view import PageView
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
-__all__ = ["branches", "thin", "too_many"]
-
 # how many children of each page are compared to find out where sequences fork; many children fork in few places
 SIBLINGS_COMPARED = 64
 

@@ -44,8 +44,6 @@ from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode_into, inspect, verify_checksum, verify_payload
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Admit", "Fetcher", "Given", "Keep", "LateError", "Look", "ShapeError", "Source", "SourceReader"]
-
 log = logging.getLogger("prefixstore")
 
 Look: TypeAlias = Callable[[Page, memoryview], bool]

@@ -25,8 +25,6 @@ from prefixstore.errors import FullError, StorageError
 from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import time_of_use
 
-__all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
-
 log = logging.getLogger("prefixstore")
 
 # other processes wait while a transaction is open: it evicts no more pages and bytes than these

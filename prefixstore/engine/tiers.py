@@ -37,8 +37,6 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage, Usage
 from prefixstore.results import TierStats
 
-__all__ = ["FarEngine", "TieredEngine"]
-
 log = logging.getLogger("prefixstore")
 
 # share of the computing time that a lookup may take; and extra seconds while that time is unknown

@@ -28,8 +28,6 @@ from prefixstore.units import counted
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
 
-__all__ = ["Upkeep"]
-
 log = logging.getLogger("prefixstore")
 
 

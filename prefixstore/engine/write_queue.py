@@ -25,8 +25,6 @@ from prefixstore.format.keys import Tokens
 if TYPE_CHECKING:
     from prefixstore.engine.tiers import FarEngine
 
-__all__ = ["BATCH_BYTES", "WriteQueue"]
-
 log = logging.getLogger("prefixstore")
 
 # One commit costs one flush of the disk: pages that wait together are written together.

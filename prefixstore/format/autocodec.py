@@ -15,16 +15,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
-__all__ = [
-    "MIN_SAVING",
-    "UNPACKERS",
-    "Encoder",
-    "ReadRate",
-    "Trial",
-    "choose",
-    "encode",
-]
-
 # a codec must save this share of the bytes
 MIN_SAVING = 0.02
 # and restores must keep this share of the speed of raw ones, by an estimate that is high by 0.05-0.1

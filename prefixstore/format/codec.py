@@ -19,18 +19,6 @@ from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.record import Buffer, Record, checksum
 
-__all__ = [
-    "CODECS",
-    "DEFAULT_LEVEL",
-    "PACKINGS",
-    "PLANES_HEADER",
-    "decode",
-    "decode_into",
-    "inspect",
-    "verify_checksum",
-    "verify_payload",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 # zstd makes a table of symbols for each of its blocks, which are at most as large as the window. With 64 KiB, a block

@@ -18,8 +18,6 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, USAGE, Record, StoredPage, Usage, checksum
 from prefixstore.units import counted
 
-__all__ = ["ExportReader", "ExportWriter"]
-
 MAGIC = b"\x89PSTORE\n"
 # how a file begins in which such a file is encrypted
 ENCRYPTED = b"\x89PSTENC\n"

@@ -13,8 +13,6 @@ from prefixstore.counters import DAY, OTHERS, Kept
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["NOTE", "Figures", "History"]
-
 log = logging.getLogger("prefixstore")
 
 # the name of the note

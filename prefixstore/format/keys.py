@@ -16,21 +16,6 @@ import numpy.typing as npt
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = [
-    "KEY_BYTES",
-    "NO_TOKENS",
-    "PAGE",
-    "SNAPSHOT",
-    "TOKEN_BYTES",
-    "TokenSequence",
-    "Tokens",
-    "as_tokens",
-    "common_prefix",
-    "namespace_key",
-    "page_key",
-    "page_keys",
-]
-
 Tokens: TypeAlias = npt.NDArray[np.int32]
 TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 NO_TOKENS: Tokens = np.empty(0, "<i4")

@@ -12,8 +12,6 @@ from functools import lru_cache
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import namespace_key
 
-__all__ = ["Namespace", "model_digits", "parted", "salt_in"]
-
 # What the client of a server may add to its tenant's name. It stands before the first colon, where nothing else has a
 # slash.
 _WITHIN = re.compile(r"/(cache-salt-[0-9a-f]{32})(?=:)")

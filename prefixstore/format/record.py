@@ -17,28 +17,6 @@ import xxhash
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "CLOCK_SLACK",
-    "FACTS",
-    "FORMAT_VERSION",
-    "LARGEST",
-    "MOST_USES",
-    "Buffer",
-    "Facts",
-    "Head",
-    "Identity",
-    "Record",
-    "StoredPage",
-    "Usage",
-    "checksum",
-    "facts_of",
-    "head_of",
-    "identity_of",
-    "record_bytes",
-    "time_of_use",
-]
-
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 FORMAT_VERSION = 2

@@ -10,8 +10,6 @@ import zstandard
 
 from prefixstore.errors import CorruptError
 
-__all__ = ["pack_state", "unpack_state"]
-
 # what is unpacked at most
 MAX_STATE_BYTES = 8 << 20
 MAGIC = b"pfxp\x02\0\0\0"

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from prefixstore.llama.hook import Hook
     from prefixstore.sessions.sessions import Sessions
 
-__all__ = ["AttachedStore"]
-
 log = logging.getLogger("prefixstore")
 
 
@@ -50,11 +48,11 @@ class AttachedStore(OpenLocation):
     def __init__(self, location: Locations, parameters: Parameters) -> None:
         super().__init__(open_engine(location, parameters), parameters.budget.max_bytes)
         self.parameters = parameters
-        # In the order of attaching; by the id of the Llama, which another one may have later. A Llama keeps its hook,
-        # by the methods that the hook replaces, and nothing here keeps either: one that is collected is not attached.
+        # By the id of the Llama, in the order of attaching; a later one may have the id of one that is gone. The Llama
+        # keeps its hook alive, by the methods that the hook replaces, and nothing here keeps either alive.
         self._hooks: weakref.WeakValueDictionary[int, Hook] = weakref.WeakValueDictionary()
         self._last_used: Callable[[], Hook | None] = lambda: None
-        # what becomes of the last prompt, and of the last one of each Llama
+        # how the last prompt was served, and the last one of each Llama
         self._last = PromptMeter()
         self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
         self._warned_closed = False
@@ -94,16 +92,16 @@ class AttachedStore(OpenLocation):
         return hook
 
     def detach(self, llm: Llama | None = None) -> None:
-        """Restore the own methods of a ``Llama``, by default of all, and remove this store as its cache.
+        """Restore the methods of a ``Llama``, by default of all, and remove this store as its cache.
 
-        Does nothing to one that is not attached.
+        Does nothing to a ``Llama`` that is not attached.
         """
         for hook in self._all():
             owner = hook.context.llm_or_none
             if llm is not None and owner is not llm:
                 continue
             unfinished = hook.context.memory.unfinished
-            # what another thread has begun is under way
+            # a change that another thread has begun is still under way
             if unfinished.is_open and unfinished.thread == threading.get_ident():
                 with suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
                     hook.context.settle()
@@ -124,8 +122,8 @@ class AttachedStore(OpenLocation):
         super().close()
 
     def _all(self) -> list[Hook]:
-        """All hooks, also of an attachment that was interrupted, or whose ``Llama`` is gone."""
-        # other threads attach: `valuerefs` copies at once, and the other iterators do not
+        """All hooks, including those whose attachment was interrupted or whose ``Llama`` is gone."""
+        # `valuerefs` copies in one step, so other threads may attach meanwhile
         return [hook for ref in self._hooks.valuerefs() if (hook := ref()) is not None]
 
     def _attached(self) -> list[Hook]:
@@ -145,7 +143,7 @@ class AttachedStore(OpenLocation):
         self._last_used = weakref.ref(hook)
 
     def hook_of(self, llm: Llama | None) -> Hook:
-        """For jobs: the hook of a Llama, or one for this call if it is not attached; without a Llama, that of `llm`."""
+        """The hook of a Llama, or a new one if it is not attached; without a Llama, that of `self.llm`. For jobs."""
         self._alive()
         found = self._current if llm is None else self._find(llm) or self._make(llm)
         if found is None:
@@ -198,7 +196,7 @@ class AttachedStore(OpenLocation):
         found = hook.sessions()
         if found is None:
             found = Sessions(self, hook, self._engine, max_sessions)
-            # they keep the store, not the other way round
+            # sessions keep the store alive, not the other way round
             hook.sessions = weakref.ref(found)
         elif found.max_sessions != max_sessions:
             raise MisuseError(
@@ -243,7 +241,7 @@ class AttachedStore(OpenLocation):
         return self.hook_of(None).context.namespace
 
     def path(self, tokens: TokenSequence, llm: Llama | None = None) -> Path:
-        """As `match`, with the pages themselves, for jobs."""
+        """As `match`, but with the pages. For jobs."""
         wanted = as_tokens(tokens)
         return self.hook_of(llm).strategy.path(wanted, len(wanted))
 
@@ -324,13 +322,13 @@ class AttachedStore(OpenLocation):
 
             store_state(hooks, state)
         elif not self._is_closed("dropped:closed"):
-            # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
+            # `tokens` may include sampled tokens that were never evaluated, so they are not what the context holds
             hook = self._find(llm)
             if hook is not None:
                 hook.completed()
 
     def _hook_asking(self, llm: Llama) -> Hook | None:
-        """The hook of a ``Llama`` whose completion asks; it is attached now if it was not. None if it cannot be."""
+        """The hook of a ``Llama`` whose completion asks, which attaches it if necessary; None if that fails."""
         hook = self._find(llm)
         with Guard(self._engine.counters, "miss:not_attached"):
             hook = hook or self._attach(llm, is_implicit=True)
@@ -340,7 +338,7 @@ class AttachedStore(OpenLocation):
 
     @staticmethod
     def _asking() -> Llama | None:
-        """The Llama whose completion asks, if one does."""
+        """The Llama whose completion has called the cache, if one has."""
         try:
             from prefixstore.llama.binding import running_completion  # noqa: PLC0415 - the extra "llama"
         except ImportError:
@@ -348,7 +346,7 @@ class AttachedStore(OpenLocation):
         return running_completion().get("self")
 
     def _note(self, hook: Hook) -> None:
-        """A prompt was looked up."""
+        """Note that a prompt was looked up."""
         meter, llm = hook.context.prompt, hook.context.llm_or_none
         if meter.n_tokens is not None:
             self._last = meter
@@ -356,7 +354,7 @@ class AttachedStore(OpenLocation):
                 self._last_of[llm] = meter
 
     def _is_closed(self, count: str) -> bool:
-        """Whether a completion uses the store after it was closed, which is counted, and logged once."""
+        """Whether the store is closed. A completion that uses it then is counted, and the first one logged."""
         if self._finalizer.alive:
             return False
         self._engine.counters.count(count)

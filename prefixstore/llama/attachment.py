@@ -16,8 +16,6 @@ from prefixstore.llama.watch import Watch
 if TYPE_CHECKING:
     from prefixstore.llama.hook import Hook
 
-__all__ = ["Attachment"]
-
 
 class Attachment:
     """Replaces the methods of a ``Llama`` by a hook's, and watches its context.

@@ -26,35 +26,6 @@ from llama_cpp._internals import LlamaContext, LlamaModel, LlamaSampler
 from prefixstore.errors import ContextError, IncompatibleError
 from prefixstore.models.boundaries import TokenKind
 
-__all__ = [
-    "POINTERS",
-    "REPLACED",
-    "ContextClass",
-    "adapter_of",
-    "asks_for_prompt_logits",
-    "check_versions",
-    "context_of",
-    "is_closed",
-    "is_completion",
-    "is_multimodal",
-    "keeps_all_logits",
-    "last_logits",
-    "library",
-    "live_tokens",
-    "lora_of",
-    "model_of",
-    "n_places",
-    "needs_evaluation",
-    "only_reads",
-    "pointer_of",
-    "prompt_start",
-    "running_completion",
-    "seed_of",
-    "set_end",
-    "silence",
-    "token_kinds",
-]
-
 # the methods of a Llama that a hook replaces
 REPLACED = ("eval", "reset", "save_state", "load_state")
 # the attributes of a LlamaContext that give access to it

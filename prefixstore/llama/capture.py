@@ -20,8 +20,6 @@ from prefixstore.llama.state.shape import PAIR, SEQUENCE_0, U32
 from prefixstore.llama.state.view import Assembly, StateView
 from prefixstore.parameters import Parameters
 
-__all__ = ["Capture", "Captured", "Place", "memory_of"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -1,4 +1,4 @@
-"""One llama.cpp context and everything known about it: what hook and strategies share."""
+"""A llama.cpp context and what is known about it: what the hook and its strategy share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from prefixstore.llama.watch import Watch
 from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 
-__all__ = ["Context"]
-
 # the reason in ``stats()``
 MULTIMODAL = "multimodal"
 
@@ -37,17 +35,17 @@ class Context:
     Attributes
     ----------
     parameters
-        Of the store, with the length that pages have in this context.
+        Those of the store, with the length of pages in this context.
     kind
-        What is stored of the context: less than its memory allows, if its states turn out to have an unknown layout.
+        What is stored of the context: less than its memory allows if the layout of its states turns out to be unknown.
     rate, far_rate
-        How fast it computes, and how fast pages are restored; the same from the far location.
+        How fast it computes, and how fast pages are restored from the near and from the far location.
     watch
         None unless the store is attached.
     prompt
-        Counts what happens to the prompt that was looked up last.
+        Measures how the prompt that was looked up last is served.
     is_text
-        Whether what is evaluated is the text before the first image of a chat.
+        Whether the text before the first image of a chat is being evaluated.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class Context:
         return self._llm()
 
     def bypass_reason(self) -> str | None:
-        """Why the context is neither stored nor restored at the moment; None if it is."""
+        """Why the context can be neither captured nor restored at the moment; None if it can."""
         llm = self.llm
         reason = "closed" if is_closed(llm) else self.kind.reason
         if reason is None and not self.is_text and is_multimodal(llm):
@@ -97,28 +95,28 @@ class Context:
         return reason
 
     def begins_with_text(self) -> bool:
-        """Whether a handler of images begins a chat: it has reset the ``Llama``, and evaluates text first."""
+        """Whether a multimodal chat handler begins a chat: it has reset the ``Llama``, and evaluates text first."""
         llm = self.llm
         return not is_closed(llm) and llm.n_tokens == 0 and self.bypass_reason() == MULTIMODAL
 
     def skip_reason(self) -> str | None:
-        """Why this request is neither looked up nor captured: `bypass_reason`, or the caller bypasses the store."""
+        """Why this request is neither looked up nor captured: `bypass_reason`, or a `bypassing` block."""
         return self.bypass_reason() or (BYPASSED if is_bypassed(self.engine) else None)
 
     def lookup(self, name: str) -> str:
-        """The name of the counter for the end of a lookup, such as ``"hits"``; resumed sessions have their own."""
+        """The counter for the outcome of a lookup, such as ``"hits"``; resumed sessions have their own."""
         return name if self.prompt.is_prompt else f"resume:{name}"
 
     def count_miss(self, reason: str) -> None:
-        """Count a miss of what is looked up, such as ``"not_found"``."""
+        """Count a miss, such as ``"not_found"``."""
         self.engine.counters.count(self.lookup(f"miss:{reason}"), namespace=self.lineage.namespace)
         self.prompt.miss = reason
 
     def catch_up(self, *, compare: bool = True) -> bool:
-        """Have the lineage follow a context that was rewound; whether everything that it holds is known.
+        """Bring the lineage up to date with the context; returns whether everything that the context holds is known.
 
-        With `compare`, the tokens that the ``Llama`` names have to be the known ones. Between two generated tokens that
-        would be most of the cost, and nothing is stored or restored there.
+        With `compare`, the tokens in ``llm.input_ids`` must be the known ones. Between two generated tokens that would
+        be most of the cost, and nothing is captured or restored there.
         """
         lineage, llm = self.lineage, self.llm
         if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
@@ -139,15 +137,15 @@ class Context:
         return lineage.unknown is None
 
     def agrees(self, n_evaluated: int) -> bool:
-        """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
+        """Whether the ``Llama`` and its memory hold the known tokens, of which the last `n_evaluated` are new."""
         llm, n = self.llm, self.lineage.n
         new = slice(n - n_evaluated, n)
-        # this is done for each token: bytes compare ten times as fast as arrays
+        # called for each token: bytes compare ten times as fast as arrays
         are_equal = self.lineage.tokens[new].tobytes() == llm.input_ids[new].tobytes()
         return are_equal and llm.n_tokens == n and self.memory.end() == n
 
     def adopt(self) -> None:
-        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""
+        """Trust ``llm.input_ids``, for which the caller vouches, unless it has placeholders for images."""
         llm = self.llm
         tokens = np.asarray(live_tokens(llm), "<i4")
         if (tokens < 0).any():
@@ -160,20 +158,19 @@ class Context:
         return self.lineage.tokens if self.bypass_reason() is None and self.catch_up() else None
 
     def continued(self, tokens: Tokens) -> int:
-        """How many tokens of a sequence the context is known to hold, and can continue from."""
+        """The length of the known prefix of a sequence from which the context can continue."""
         known = self.known_tokens()
         n = common_prefix(known, tokens) if known is not None else 0
         return n if n == self.llm.n_tokens or self.memory.holds(n) else 0
 
     def live_prefix(self, prompt: Tokens) -> int:
-        """How many tokens of a prompt the context holds."""
+        """The length of the prefix of a prompt that ``llm.input_ids`` has."""
         return common_prefix(np.asarray(live_tokens(self.llm), "<i4"), prompt)
 
     def reusable_prefix(self, prompt: Tokens) -> int:
-        """How many tokens of a prompt the context can continue from; it is emptied if it would have to step back.
+        """The length of the live prefix of a prompt. If the context cannot step back to it, it is emptied.
 
-        llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter
-        stored state, from a recurrent state that it has to reset.
+        Otherwise llama-cpp-python would continue there, with rows missing from a window, or a wrong recurrent state.
         """
         live = self.live_prefix(prompt)
         if 0 < live < self.llm.n_tokens and not self.memory.holds(live):
@@ -182,9 +179,9 @@ class Context:
         return live
 
     def has_placeholders(self, prompt: Tokens) -> bool:
-        """Whether the context can continue this prompt from something that is not a token, and cannot be computed.
+        """Whether the live prefix of a prompt has rows that are not of tokens, and cannot be computed again.
 
-        Negative numbers stand for it in ``llm.input_ids`` and in the prompt: the rows of an image, or a soft prompt.
+        In ``llm.input_ids`` and in the prompt negative numbers stand for them: rows of an image, or of a soft prompt.
         """
         live = self.live_prefix(prompt)
         return bool((prompt[:live] < 0).any()) and self.memory.holds(live)
@@ -199,19 +196,18 @@ class Context:
             self.lineage.end(before or Unknown.INTERRUPTED)
 
     def disown_unscored(self) -> None:
-        """Have llama-cpp-python recompute tokens that were restored without logits, which it would believe computed.
+        """Make llama-cpp-python recompute tokens that were restored without logits, by removing them from `input_ids`.
 
-        The ``Llama`` no longer names these tokens, so no prompt begins with them; a running generation continues.
-        Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
+        A running generation continues. Nothing of llama.cpp is called: the ``Llama`` may be closed.
         """
         llm = self.llm_or_none
         if llm is not None and keeps_all_logits(llm):
             live_tokens(llm)[: self.lineage.unscored] = -1
 
     def settle(self) -> bool:
-        """Undo an interrupted change by the store; returns whether the context had to be cleared.
+        """Undo a change by the store that was interrupted; returns whether the context had to be cleared.
 
-        Called at the beginning of everything that uses the context. Raises `ContextError` if the ``Llama`` is closed.
+        Everything that uses the context calls this first. Raises `ContextError` if the ``Llama`` is closed.
         """
         pointer_of(self.llm)
         self.lineage.settle()
@@ -222,7 +218,7 @@ class Context:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A block that loads a whole state: if it fails or is interrupted, the context is cleared."""
+        """A block that loads a whole state. If it fails or is interrupted, the context is cleared."""
         self.memory.unfinished.begin("unverified")
         try:
             yield
@@ -232,26 +228,26 @@ class Context:
         self.memory.unfinished.unverified = False
 
     def note_use(self, place: Place, pages: Sequence[Page], n_tokens: int) -> None:
-        """Note that a prompt of so many tokens began with these pages; none for a miss."""
+        """Note that a prompt of so many tokens was served with these pages; none for a miss."""
         self.engine.touch(place.namespace.key, pages, n_tokens)
         self.engine.write_queue.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
-        """Note that the context holds this prompt, and that a token must be decoded before one is sampled."""
+        """Note that the context holds this prompt, and that a token must be evaluated before one is sampled."""
         llm, n = self.llm, len(prompt)
         llm.input_ids[:n] = prompt
         set_end(llm, n)
         self.lineage.replace(prompt, unscored=n)
 
     def rate_of(self, pages: Sequence[Page]) -> ComputeRate:
-        """How fast these pages are restored: `rate`, or if any of them is far, `far_rate`."""
+        """The rate for these pages: `far_rate` if any of them is far, else `rate`."""
         if self.engine.n_near(pages) == len(pages):
             return self.rate
         self.far_rate.token_seconds = self.rate.token_seconds
         return self.far_rate
 
     def count_restore(self, gained: int, seconds: float, timed: Sequence[Page]) -> None:
-        """Count a hit: tokens gained, how long it took, and the pages whose compute time is known."""
+        """Count a hit: the tokens gained, the seconds that it took, and the pages whose compute times are added up."""
         self.prompt.restored += gained
         self.prompt.restore_seconds += seconds
         share = gained / (sum(page.n_tokens for page in timed) or 1)

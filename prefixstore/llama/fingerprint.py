@@ -30,15 +30,6 @@ from prefixstore.llama.binding import adapter_of, library, lora_of, model_of, po
 from prefixstore.llama.kv_memory import kind_of, streams_of
 from prefixstore.models.file import file_digest, file_identity, model_parts, read_gguf, settings_of_model
 
-__all__ = [
-    "CONTEXT_SETTINGS",
-    "adapter_is_from",
-    "changed_since_import",
-    "llama_cpp_build",
-    "model_is_from",
-    "namespace_of",
-]
-
 SAMPLE = 4096
 # Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; that for AMX
 # repacks only quantized tensors, but has no function that reads: its memory is read directly.

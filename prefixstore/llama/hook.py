@@ -1,13 +1,13 @@
 """Connects a ``Llama`` to the engine: restores at a lookup, captures as tokens are evaluated.
 
-What llama-cpp-python does in a completion, and what happens here:
+What llama-cpp-python does in a completion, and what the hook does:
 
     self.cache[prompt]                        lookup: what is stored of the prompt is restored into the context
     self.eval(...)  for each batch            pages are captured as their boundaries are crossed
     self.save_state()                         copies nothing
     self.cache[prompt + completion] = state   the tail is captured
 
-A fault of the store never breaks a completion: it costs a miss or a page, and is counted and logged.
+A fault of the store never breaks a completion: it is a miss, or a page that is not stored; counted and logged.
 """
 
 from __future__ import annotations
@@ -57,23 +57,19 @@ from prefixstore.results import PromptMeter
 if TYPE_CHECKING:
     from prefixstore.sessions.sessions import Sessions
 
-__all__ = ["Hook"]
-
 
 class Hook:
-    """Puts a store between a ``Llama``, which it does not keep alive, and its caller.
+    """Stands between a ``Llama``, which it does not keep alive, and its caller.
 
     Raises `IncompatibleError` if this version of llama-cpp-python lacks something that the store needs, and
     `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
 
     Attributes
     ----------
-    reads
-        Whether prompts are restored from the store; a session can turn that off.
     n_evaluated
         How many tokens this ``Llama`` has evaluated since it was attached.
     sessions
-        The sessions of the store on this ``Llama``, if there are any.
+        A weak reference to the sessions of the store on this ``Llama``.
     """
 
     def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
@@ -110,7 +106,7 @@ class Hook:
     # -- what replaces the Llama's methods ----------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """``Llama.eval``. The text before the first image of a chat is looked up here: its handler looks nothing up."""
+        """``Llama.eval``. Looks up the text before the first image of a chat, for which its handler asks no cache."""
         context = self.context
         if len(tokens) < 2 or not context.begins_with_text():
             self._eval(tokens)
@@ -118,16 +114,16 @@ class Hook:
         context.is_text = True
         try:
             self._eval(tokens[self.restore(as_tokens(tokens)) :])
-            # an image may be next, and nothing after it can be stored
+            # an image may be next, after which nothing can be stored
             self._capture(tail=True)
         finally:
             context.is_text = False
 
     def _eval(self, tokens: Sequence[int]) -> None:
-        """``Llama.eval`` in the same batches, with pages captured in between; it stops where a snapshot is taken."""
+        """``Llama.eval`` in the same batches, with pages captured in between; a batch also ends at each snapshot."""
         context = self.context
         llm, lineage, watch = context.llm, context.lineage, context.watch
-        assert watch is not None  # it is attached
+        assert watch is not None, "the store is attached"
         was_cleared = context.settle()
         unscored = self._unscored()
         if unscored:
@@ -135,7 +131,7 @@ class Hook:
             tokens = [*unscored, *tokens]
         if len(tokens) == 0:
             if was_cleared:
-                # a generation that samples from logits which are gone would never end
+                # generate() would sample from logits that are gone, and never end
                 raise ContextError("an interrupted restore has emptied the context; evaluate the prompt again")
             return
         known = self._knows_context(before=tokens)
@@ -165,12 +161,12 @@ class Hook:
             self._count_unknown(llm.n_tokens // lineage.page_tokens - start // lineage.page_tokens)
 
     def _unscored(self) -> list[int]:
-        """The live tokens, if a completion asks for the logits of its prompt and some of them were never computed."""
+        """The live tokens, if a completion asks for the logits of its prompt and some were never computed."""
         llm = self.context.llm
         if not (self.context.lineage.unscored and keeps_all_logits(llm)) or not asks_for_prompt_logits(llm):
             return []
         live: list[int] = live_tokens(llm).tolist()
-        # what is not a token cannot be computed again
+        # placeholders cannot be computed again
         return live if min(live, default=-1) >= 0 else []
 
     def _knows_context(self, *, before: Sequence[int]) -> bool:
@@ -180,30 +176,30 @@ class Hook:
         if reason is None:
             return context.catch_up(compare=len(before) > 1)
         if reason == BYPASSED and lineage.unknown is None:
-            # what was evaluated before the caller went past the store
+            # capture what was evaluated before the bypass began
             self.before_leaving()
         lineage.lose(Unknown.BYPASSED if reason == BYPASSED else Unknown.CHANGED)
         return False
 
     def _stops(self, tokens: Sequence[int], step: int) -> list[int]:
-        """Where to stop while these tokens are evaluated, besides after batches of `step`."""
+        """Positions at which to end a batch, in addition to every `step` tokens."""
         if not self._is_written:
             return []
         with self.guard():
             llm, start, stops = self.context.llm, self.context.lineage.n, self.strategy.stops(tokens)
-            # A draft model asks for logits by their place in a batch, and the same batches as without a store give the
-            # same logits, bit by bit: then it stops between them only.
+            # A draft model asks for logits by their place in a batch, and logprobs are equal bit by bit only if the
+            # batches are those of a run without a store: then no batch is split.
             if stops and (llm.draft_model is not None or running_completion(llm).get("logprobs") is not None):
                 return [stop for stop in stops if (stop - start) % step == 0]
             return stops
         return []
 
     def _evaluate(self, batch: Sequence[int]) -> bool:
-        """Evaluate a batch; whether everything in the context is known after that."""
+        """Evaluate a batch; returns whether everything in the context is known after that."""
         context, lineage = self.context, self.context.lineage
         llm = context.llm
         before = lineage.begin()
-        # if this is interrupted, the logits may be those of a token that does not count; generate() would sample them
+        # if the evaluation is interrupted, generate() must not sample from the logits of an uncounted token
         set_end(llm, llm.n_tokens)
         self.attachment.original("eval")(batch)
         if before is None:
@@ -216,23 +212,23 @@ class Hook:
         return before is None
 
     def _note_computed(self, n_tokens: int, began: float) -> None:
-        """Note how long tokens took since `began`."""
+        """Note that so many tokens were computed since `began`."""
         context = self.context
         if n_tokens >= SMALLEST_BATCH:
-            # a GPU is still computing
+            # wait for a GPU that is still computing
             llama_cpp.llama_synchronize(pointer_of(context.llm))
         seconds = time.perf_counter() - began
         context.rate.computed(n_tokens, seconds)
         context.prompt.evaluated(n_tokens, seconds)
 
     def _count_unknown(self, n_pages: int) -> None:
-        """Count pages that are not stored because it is not known what the context holds."""
+        """Count pages that are not stored because the contents of the context are unknown."""
         unknown = self.context.lineage.unknown
         if n_pages and unknown is not None and not self.context.parameters.read_only:
             self.context.engine.counters.count(f"dropped:{unknown.value}", n_pages)
 
     def reset(self) -> None:
-        """``Llama.reset``, after pending snapshots were captured."""
+        """``Llama.reset``, after what is left in the context was captured."""
         context = self.context
         context.settle()
         self.before_leaving()
@@ -244,7 +240,7 @@ class Hook:
             context.lineage.end(unknown or Unknown.CHANGED)
 
     def save_state(self) -> LlamaState:
-        """``Llama.save_state``; inside a completion that saves for this store, an empty state."""
+        """``Llama.save_state``; called by a completion whose cache is this store, it copies nothing."""
         self.context.settle()
         if is_completion(2) and self.attachment.store_is_cache:
             return LiveState.of(self.context)
@@ -253,16 +249,15 @@ class Hook:
         return state
 
     def load_state(self, state: LlamaState) -> None:
-        """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored.
+        """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored again.
 
-        If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
-        whatever of it llama.cpp has taken. Raises `MisuseError` if a lookup returned it, and it can no longer be
-        restored.
+        Raises `MisuseError` if that is no longer possible. If loading another state fails, the context is emptied:
+        llama-cpp-python would go on with the tokens of the state, and a part of its rows.
         """
         context, lineage = self.context, self.context.lineage
         context.settle()
         if isinstance(state, LiveState):
-            # a completion compares the tokens of the context before it continues
+            # a completion itself compares the tokens of the context
             if not is_completion(2):
                 load_live(self, state)
             return
@@ -281,21 +276,21 @@ class Hook:
     # -- what the store calls -----------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens) -> LlamaState | None:
-        """Restore what is stored of a prompt; stands for what is live then. None for a miss."""
+        """Restore what is stored of a prompt; returns a state that stands for what is live then, None for a miss."""
         with self._serving(tokens):
             if not is_closed(self.llm):
                 self.context.settle()
             return LiveState.of(self.context) if self.restore_up_to(tokens, len(tokens) - 1) else None
 
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
-        """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
+        """Restore for a caller who continues with ``eval`` or ``generate``; returns how many tokens are live."""
         context, llm = self.context, self.llm
         with self._serving(tokens):
             context.settle()
             if not self.is_attached:
-                # nothing is captured here: what llama-cpp-python would reuse is kept
+                # nothing is captured: keep what llama-cpp-python would reuse
                 context.adopt()
-            # the caller evaluates at least one token: of the prompt, or, if that is too long, the last that has a place
+            # the caller evaluates at least one token: the last of the prompt, or the last that has a place
             limit = max(min(len(tokens), n_places(llm)) - 1, 0)
             if llm.n_tokens > limit:
                 # the caller will evaluate a token, even if there are logits
@@ -309,7 +304,7 @@ class Hook:
 
     @contextmanager
     def _serving(self, tokens: Tokens) -> Iterator[None]:
-        """A block that looks a prompt up; at its end, what became of it is counted."""
+        """A block that looks a prompt up; at its end, the outcome is counted."""
         context, started = self.context, time.perf_counter()
         context.prompt = prompt = PromptMeter()
         try:
@@ -319,14 +314,14 @@ class Hook:
             prompt.looked_up(len(tokens), context.live_prefix(tokens), time.perf_counter() - started)
 
     def cut(self, n: int) -> None:
-        """Have the context end after its first `n` tokens, for the caller to evaluate the next."""
+        """Cut the context after its first `n` tokens; the caller evaluates the next."""
         if n:
             set_end(self.llm, n)
         else:
             self.context.empty()
 
     def rewind(self, tokens: Tokens) -> int:
-        """Cut the context to the prefix of a sequence that it can continue from; returns its length."""
+        """Cut the context to the prefix of a sequence from which it can continue; returns its length."""
         context = self.context
         context.settle()
         if context.bypass_reason() is not None:
@@ -341,22 +336,22 @@ class Hook:
         """Capture the tail of a completion that has ended."""
         if not is_closed(self.llm):
             self.context.settle()
-        # whatever was prepared for this completion has been used
+        # this completion has used what was prepared for it
         self.context.lineage.is_fresh = False
         self._capture(tail=True)
 
     def capture(self, *, wait: bool = True) -> int:
-        """Capture all of the context that is not stored, by default waiting for space in the queue; returns a count."""
+        """Capture all of the context that is not stored; returns how many pages. With `wait`, waits for the queue."""
         self.context.settle()
         if not self.is_attached:
-            # the store never saw these tokens, so the caller vouches for them
+            # the store has not seen these tokens: the caller vouches for them
             self.context.adopt()
         return self._write(tail=True, wait=wait)
 
-    # -- guarded ------------------------------------------------------------------------------------------------------
+    # -- guarded against faults ---------------------------------------------------------------------------------------
 
     def guard(self, fault: str = "dropped:error", unavailable: str | None = None) -> Guard:
-        """A block whose faults cost pages, or a miss, and no completion; see `Guard`."""
+        """A block whose faults do not break a completion; see `Guard`."""
         return Guard(self.context.engine.counters, fault, unavailable, self.context.lineage.namespace)
 
     def restore_up_to(self, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
@@ -369,7 +364,7 @@ class Hook:
                 self._prepare_bypassed(tokens)
             return False
         self.before_leaving()
-        # of a prompt that is longer than the context, the next token needs a place
+        # the next token needs a place
         limit = min(limit, n_places(llm) - 1)
         # the same batches as without a store give the same logits, bit by bit
         multiple_of = llm.n_batch if running_completion(llm).get("logprobs") is not None else 1
@@ -382,14 +377,14 @@ class Hook:
                 return False
             context.engine.token_seconds = context.rate.token_seconds
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
-        # what the guard has counted
+        # an exception ended the block
         context.prompt.miss = (guard.counted or "").rpartition(":")[2]
         return False
 
     def _prepare_bypassed(self, tokens: Tokens) -> None:
         """Leave llama-cpp-python a context from which it can continue this prompt, or an empty one."""
         context = self.context
-        # what was evaluated before the caller went past the store
+        # capture what was evaluated before the bypass began
         self.before_leaving()
         with self.guard():
             context.catch_up()
@@ -404,7 +399,7 @@ class Hook:
         return not self.context.parameters.read_only
 
     def _write(self, *, tail: bool, wait: bool = False) -> int:
-        """Capture what is known; see `Strategy.capture`."""
+        """Capture the context if its contents are known; see `Strategy.capture`."""
         if not self._is_written or self.context.skip_reason() is not None:
             return 0
         if not self.context.catch_up():
@@ -414,11 +409,11 @@ class Hook:
 
     def _capture(self, *, tail: bool) -> None:
         with self.guard():
-            # where all is to be stored, it is worth waiting for
+            # in a `storing_all` block, wait instead of skipping pages
             self._write(tail=tail, wait=self.context.engine.write_queue.stores_all > 0)
 
     def before_leaving(self) -> None:
-        """Capture what the context still has, before it moves to other tokens."""
+        """Capture what is not stored yet, before the context moves to other tokens."""
         if self.is_attached and self._is_written and self.context.bypass_reason() is None:
             with self.guard():
                 self.strategy.before_leaving()
@@ -432,7 +427,7 @@ def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator
 
 
 def _strategy(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> Strategy:
-    """How a ``Llama`` is stored, in the namespace of its context."""
+    """The strategy for the memory of a ``Llama``, in the namespace of its context."""
     parameters = replace(parameters, page_tokens=page_tokens_for(llm, parameters.page_tokens))
     namespace = namespace_of(llm, page_tokens=parameters.page_tokens, salt=parameters.salt, label=parameters.label)
     if kind_of(llm).has_snapshots:

@@ -1,7 +1,7 @@
 """The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how to empty it.
 
-A change that is interrupted midway is undone later: `Unfinished` says how. It belongs to the ``Llama``, since the
-store that began the change may be gone by then.
+A change that is interrupted is undone later, as `Unfinished` says. That belongs to the ``Llama``: the store that began
+the change may be gone by then.
 """
 
 from __future__ import annotations
@@ -24,20 +24,6 @@ from prefixstore.format.record import Buffer
 from prefixstore.llama.binding import model_of, pointer_of, set_end
 from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, SHORT_PAGE, Window
 from prefixstore.llama.state.shape import StateShape
-
-__all__ = [
-    "END",
-    "PARTIAL",
-    "SCRATCH",
-    "SEQUENCE",
-    "WHOLE",
-    "Acquire",
-    "ContextMemory",
-    "Unfinished",
-    "kind_of",
-    "page_tokens_for",
-    "size_limit",
-]
 
 SEQUENCE = 0  # the sequence in which Llama computes
 SCRATCH = 1
@@ -64,9 +50,8 @@ u8_p = ctypes.POINTER(ctypes.c_uint8)
 def kind_of(llm: llama_cpp.Llama) -> Kind:
     """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why.
 
-    Raises `ContextError` if the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text
-    with it, with or without a store. Its own error would be an assertion, and with an encoder beside a decoder,
-    llama.cpp aborts.
+    Raises `ContextError` if the ``Llama`` is closed, or its model is no decoder: llama-cpp-python generates no text
+    with it, and would fail with an assertion, or with an encoder beside a decoder, abort.
     """
     pointer = pointer_of(llm)
     model = model_of(llm)
@@ -79,7 +64,7 @@ def kind_of(llm: llama_cpp.Llama) -> Kind:
     if llama_cpp.llama_model_is_recurrent(model) or llm.metadata.get("general.architecture") in OWN_FORMAT:
         return Kind.SNAPSHOTS
     if streams_of(llm) > 1:
-        # to copy a part of one stream into another one ends the process
+        # copying a part of one stream into another one aborts the process
         return Kind.STREAMS
     if llama_cpp.llama_model_is_hybrid(model):
         return Kind.PAGES_AND_SNAPSHOTS
@@ -93,7 +78,7 @@ def streams_of(llm: llama_cpp.Llama) -> int:
 
 
 def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
-    """The length of a page: as wanted, but no longer than the model's sliding window, since its rows would be missing.
+    """The length of a page: as wanted, but not longer than the sliding window, of which llama.cpp keeps no more rows.
 
     Nor longer than `SHORT_PAGE` where snapshots hold the rows since the last boundary.
     """
@@ -104,10 +89,9 @@ def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
 
 
 def size_limit(llm: llama_cpp.Llama) -> tuple[int, int]:
-    """A loose upper bound of the size of a state: bytes that any may have, and bytes for each of its tokens.
+    """A loose upper bound of the size of a state: a fixed number of bytes, and bytes for each token.
 
-    A record says how many bytes its payload unpacks to. Until a context has seen a state of its own, this keeps
-    a forged record from claiming more than the context could ever hold.
+    Until a context has seen a state of its own, this keeps a forged record from claiming a larger payload.
     """
     model, params = model_of(llm), llm.context_params
     channels = llama_cpp.llama_model_n_layer(model) * llama_cpp.llama_model_n_embd(model)
@@ -123,14 +107,14 @@ class Unfinished:
     Attributes
     ----------
     lent
-        Cells of sequence 0 may be in sequence 1 only: they are given back.
+        Cells of sequence 0 may be in sequence 1 only: to be given back.
     scratch
-        Sequence 1 may hold copies or samples: it is emptied.
+        Sequence 1 may hold copies or samples: to be emptied.
     unverified
-        The context may hold something that was not verified, only a part of a state, or not the tokens that its
-        ``Llama`` names: it is cleared with its data.
+        The context may hold unverified data, a part of a state, or other tokens than ``llm.input_ids`` says: to be
+        cleared with its data.
     thread
-        The thread that has begun the last change.
+        The thread that began the last change.
     """
 
     lent: bool = False
@@ -139,39 +123,37 @@ class Unfinished:
     thread: int = 0
 
     def begin(self, name: str) -> None:
-        """Record this before a change."""
+        """Set this flag before a change."""
         self.thread = threading.get_ident()
         setattr(self, name, True)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to undo, or a change is being made."""
+        """Whether a change is being made, or was interrupted."""
         return self.lent or self.scratch or self.unverified
 
 
-# of the Llama, since the store may be gone before it
+# by Llama, since the store may be gone before it
 _unfinished: weakref.WeakKeyDictionary[llama_cpp.Llama, Unfinished] = weakref.WeakKeyDictionary()
 
 
 class ContextMemory:
-    """Sequence 0 of a context. As it is, for memory that cannot step back: its state is valid at one position.
+    """Sequence 0 of a context. This class itself is for memory that cannot step back: `PagedMemory` can.
 
-    Tags (see `paged_memory`) do not work on that: with ``n_seq_max == 1`` its recurrent half knows no sequence 1.
+    Tags (see `paged_memory`) do not work here: with ``n_seq_max == 1`` recurrent memory knows no sequence 1.
 
     Attributes
     ----------
     seen
-        What tokens see in the layers of the window; None without one.
+        The sliding window, or chunks, of tokens that some layers see; None without one.
     overwrites_window
         Whether rows that have left the window are overwritten (``swa_full=False``).
     shape
-        The shape of its states; None until llama.cpp has written one, or accepted a one-token sample.
+        The shape of its states; None until llama.cpp has written one, or accepted a sample of one token.
     shape_is_own
         Whether `shape` comes from a page that llama.cpp has written here.
     scratch
-        Buffers for states that are cut or joined. Not those of the write queue: the holder may wait for space in it.
-    is_on_gpu
-        Whether the memory is that of a GPU.
+        Buffers for states that are cut or joined. Those of the write queue would not do: their holder may wait for it.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -194,7 +176,7 @@ class ContextMemory:
         return n == 0 or self.end() == n
 
     def is_shared(self) -> bool:
-        """Whether a sequence that the store needs is in use; none is where nothing is copied through another one."""
+        """Whether a sequence that the store needs is in use. Here it needs none but sequence 0."""
         return False
 
     def largest(self, n_tokens: int) -> int:
@@ -210,26 +192,25 @@ class ContextMemory:
         return int(llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)) + 1
 
     def empty(self) -> bool:
-        """Remove everything from sequence 0; whether it is empty."""
+        """Remove everything from sequence 0; returns whether it is empty."""
         ctx, mem = self._pointers()
         others = range(SCRATCH, max(llama_cpp.llama_n_seq_max(ctx), SCRATCH + 1))
         if all(llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others):
-            # a shift of positions that llama.cpp has not carried out yet goes with it
+            # this also cancels a shift of positions that llama.cpp has not carried out yet
             llama_cpp.llama_memory_clear(mem, False)
         else:
             llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         return self.end() == 0
 
     def discard(self) -> None:
-        """Empty the context, including its data, and tell the Llama.
+        """Empty the context, including its data, and update the ``Llama``.
 
-        Freeing cells is not enough: masked attention multiplies what is left in them by 0, which is NaN for NaN and
-        infinity.
+        Freeing cells is not enough: masked attention multiplies their data by 0, which is NaN for NaN and infinity.
         """
         _, mem = self._pointers()
         llm = self._llm()
         assert llm is not None  # it has a context
-        # first the count: whatever happens next, the context never seems to hold more than it does
+        # the count first: whatever happens next, the context never seems to hold more than it does
         set_end(llm, 0)
         llama_cpp.llama_memory_clear(mem, True)
         self.unfinished.unverified = False
@@ -258,13 +239,13 @@ class ContextMemory:
 
     @staticmethod
     def _read(ctx: Any, state: Buffer, sequence: int) -> bool:
-        """Have llama.cpp read a state into a sequence; whether it accepted it."""
+        """Load a state into a sequence; returns whether llama.cpp accepted it."""
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
         return bool(llama_cpp.llama_state_seq_set_data(ctx, source, len(state), sequence) == len(state))
 
     @staticmethod
     def _write(ctx: Any, address: int, size: int, sequence: int, flags: int = WHOLE) -> None:
-        """Have llama.cpp write the state of a sequence, of so many bytes."""
+        """Write the state of a sequence, of so many bytes, to this address."""
         target = ctypes.cast(address, u8_p)
         if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, sequence, flags) != size:
             raise ContextError("llama.cpp did not write the state of the context")
@@ -293,7 +274,7 @@ class ContextMemory:
 
     @contextmanager
     def _noted(self, name: str) -> Iterator[None]:
-        """A change that is undone if it does not complete: immediately, or by `settle` if that is interrupted too."""
+        """A change that is undone if it does not complete: at once, or if that is interrupted too, by `settle`."""
         before = getattr(self.unfinished, name)
         self.unfinished.begin(name)
         try:

@@ -9,8 +9,6 @@ import numpy as np
 
 from prefixstore.format.keys import Tokens, page_key
 
-__all__ = ["Lineage", "Unknown"]
-
 
 class Unknown(str, Enum):
     """Why it is not known what a context holds. The value is the reason in ``stats()``."""
@@ -30,13 +28,13 @@ class Unknown(str, Enum):
 
 
 class Lineage:
-    """The tokens of a context and the keys of their pages.
+    """The known tokens of a context, and the keys of their pages.
 
-    Only tokens that were seen to enter are trusted: a state that a user loaded, or an image that a chat handler
-    evaluated, is in the context without being in the lineage, and no page is taken after it.
+    Only tokens that the store saw enter the context are trusted. A state that a user loads, or an image that a chat
+    handler evaluates, makes the lineage unknown, and no page is captured after it.
 
-    While something of the store's own changes the context, the lineage is unknown as well, so that whatever ends the
-    change early leaves an unknown context and never a wrong one.
+    The lineage is also unknown while the store itself changes the context, so that a change that ends early leaves an
+    unknown context, and never a wrong one.
 
     Attributes
     ----------
@@ -50,9 +48,9 @@ class Lineage:
     generation
         Changes whenever tokens leave the lineage.
     unknown
-        Why nothing is known; None if the context holds exactly the known tokens.
+        Why the contents are unknown; None if the context holds exactly the known tokens.
     in_flight
-        Whether the store itself is changing the context. It stays true if that was interrupted, until `settle`.
+        Whether the store itself is changing the context; if that was interrupted, until `settle`.
     is_fresh
         Whether the context became unknown after the last completion: user code may have prepared it for the next one.
     """
@@ -91,7 +89,7 @@ class Lineage:
         self.n = end
 
     def replace(self, tokens: Sequence[int] | Tokens, *, unscored: int = 0) -> None:
-        """Note that the context holds exactly these tokens, and that the logits of the first ones were not computed."""
+        """Note that the context holds exactly these tokens, the first `unscored` of them without computed logits."""
         self.rewind(0)
         self.extend(tokens)
         self.unscored = unscored
@@ -99,30 +97,30 @@ class Lineage:
         self.unknown = None
 
     def lose(self, reason: Unknown) -> None:
-        """Note that it is no longer known what the context holds."""
+        """Note that the contents of the context are unknown."""
         self.unknown = reason
         self.is_fresh = True
         unscored = self.unscored
         self.rewind(0)
-        # what the context holds did not become computed by that
+        # their logits are still not computed
         self.unscored = unscored
 
     def begin(self) -> Unknown | None:
-        """Note that the store itself changes the context: it is unknown until `end`. Returns what it was before."""
+        """Note that the store itself changes the context, which is unknown until `end`; returns `unknown` as it was."""
         before = self.unknown
         self.unknown = before or Unknown.INTERRUPTED
         self.in_flight = True
         return before
 
     def end(self, unknown: Unknown | None) -> None:
-        """Note that the change is complete, and whether the context is unknown after it."""
+        """Note that the change is complete, and why the context is unknown now, if it is."""
         if unknown is not None and unknown is not self.unknown:
             self.lose(unknown)
         self.in_flight = False
         self.unknown = unknown
 
     def settle(self) -> None:
-        """Note that a change which is still in flight was interrupted."""
+        """Note that a change which is still in flight was interrupted, if there is one."""
         if self.in_flight:
             self.lose(Unknown.INTERRUPTED)
             self.in_flight = False

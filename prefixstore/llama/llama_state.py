@@ -1,8 +1,7 @@
-"""The states of llama-cpp-python beside a store: what a saved one is known to hold, and what a lookup returns.
+"""``LlamaState`` objects: which tokens a saved one holds, and the one that a lookup returns.
 
-A state that an attached ``Llama`` saved can be stored later: llama.cpp itself loads it again, and what it holds is
-captured as ever. So every kind of memory is stored in one way, and a state whose tokens or whose model are not known is
-never stored.
+To store a state that an attached ``Llama`` has saved, llama.cpp loads it again, and the context is captured as usual.
+So there is one way to store each kind of memory, and a state of unknown tokens or of another model is never stored.
 """
 
 from __future__ import annotations
@@ -23,14 +22,11 @@ if TYPE_CHECKING:
     from prefixstore.llama.context import Context
     from prefixstore.llama.hook import Hook
 
-__all__ = ["LiveState", "SavedStates", "load_live", "store_state"]
-
 
 class LiveState(LlamaState):
-    """Stands for what the context held when a lookup returned it; there are no bytes to load."""
+    """Stands for what the context held when a lookup returned it. There are no bytes to load."""
 
-    # its key
-    namespace: bytes = b""
+    namespace: bytes = b""  # its key
 
     @classmethod
     def of(cls, context: Context) -> LiveState:
@@ -44,7 +40,7 @@ class LiveState(LlamaState):
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a state that the user saved is known to hold."""
+    """What a saved state holds."""
 
     tokens: Tokens
     state: bytes
@@ -52,19 +48,19 @@ class _Saved:
 
 
 class SavedStates:
-    """The states that the users of a ``Llama`` have saved, and what they are known to hold. Keeps none of them."""
+    """What the states hold that users of a ``Llama`` have saved. The states are not kept alive."""
 
     def __init__(self) -> None:
         self._saved: weakref.WeakKeyDictionary[LlamaState, _Saved] = weakref.WeakKeyDictionary()
 
     def note(self, state: LlamaState, context: Context) -> None:
-        """Note that a state was saved just now, if it is known what the context holds."""
+        """Note that a state was just saved, if the contents of the context are known."""
         if context.catch_up():
             lineage = context.lineage
             self._saved[state] = _Saved(lineage.tokens.copy(), state.llama_state, lineage.unscored)
 
     def find(self, state: LlamaState) -> _Saved | None:
-        """What a state holds; None if that is not known, or if it was changed."""
+        """What a state holds; None if that is unknown, or the state was changed."""
         saved = self._saved.get(state)
         if saved is None:
             return None
@@ -79,14 +75,14 @@ class SavedStates:
 
 
 def store_state(hooks: Sequence[Hook], state: object) -> None:
-    """Store what a state holds that the ``Llama`` of one of these hooks has saved; its context is left as it was.
+    """Store a state that the ``Llama`` of one of these hooks has saved, and leave its context as it was.
 
-    Raises `MisuseError` if none of them has saved it, or if it is not known what it holds.
+    Raises `MisuseError` if none of them has saved it, or its tokens are unknown.
     """
     if not isinstance(state, LlamaState):
         raise InvalidParameterError(f"a store takes states from llm.save_state(), not {type(state).__name__}")
     if isinstance(state, LiveState):
-        return  # a lookup returned it: it is stored
+        return  # a lookup has returned it: it is stored already
     for hook in hooks:
         saved = hook.saved.find(state)
         if saved is not None:
@@ -109,10 +105,7 @@ def store_state(hooks: Sequence[Hook], state: object) -> None:
 
 
 def load_live(hook: Hook, state: LiveState) -> None:
-    """Make a state live again that a lookup returned; it has no bytes, but its tokens are known.
-
-    Raises `MisuseError` if it can no longer be restored.
-    """
+    """Restore the tokens of a state that a lookup returned. Raises `MisuseError` if they are no longer stored."""
     if state.namespace != hook.context.lineage.namespace:
         raise MisuseError("this state belongs to another model; look the prompt up in the store of this Llama")
     tokens = as_tokens(state.input_ids)
@@ -132,5 +125,5 @@ def load_live(hook: Hook, state: LiveState) -> None:
 
 
 def _holds(hook: Hook, tokens: Tokens) -> bool:
-    """Whether the context is known to hold these tokens, and nothing else."""
+    """Whether the context is known to hold exactly these tokens."""
     return hook.context.catch_up() and np.array_equal(hook.context.lineage.tokens, tokens)

@@ -22,8 +22,6 @@ from prefixstore.llama.paged_memory import Missing, PagedMemory, PageLoader
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.strategy import Strategy
 
-__all__ = ["PageStrategy"]
-
 log = logging.getLogger("prefixstore")
 
 # what copying pages together takes beyond their bytes, in copies of a page: 0.3 s and 15 ms on an H100 and an 8B

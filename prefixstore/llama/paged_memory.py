@@ -1,14 +1,14 @@
-"""Memory that can be cut into pages: take pages out of a context, put them back.
+"""Memory that can be cut into pages: copies pages out of a context, and loads them back.
 
-A page leaves by tagging: its cells are given to sequence 1 as well, and ``llama_state_seq_get_data`` writes sequence 1.
+A page is copied by tagging: its cells also become sequence 1, which ``llama_state_seq_get_data`` writes.
 With ``n_seq_max == 1`` the cells are written without a sequence id, 4 bytes shorter than the loader expects. They are
-written that far after the start of the buffer, so that whole cells fit in before the rows. Where there are several
-sections, or longer cells, sequence 1 is made to hold all cells, and sequence 0 those of the page while it is written;
-retagging visits every live cell. A page comes back in the same way: it is loaded as sequence 1, whose cells are then
-given to sequence 0. Tags change, tensors do not.
+written that much further into the buffer, so that complete cells fit in before the rows. With several sections, or
+longer cells, sequence 1 gets all cells instead, and sequence 0 has only those of the page while it is written;
+retagging visits every live cell. A page is loaded in the same way: as sequence 1, whose cells then become sequence 0.
+Tags change, tensors do not.
 
-Where each copy takes long, as with V transposed on a GPU, several pages leave together and are cut, and are joined
-before they come back: see `PagedMemory.copies_together`.
+Where each copy takes long, as with V transposed on a GPU, several pages are copied together and then cut, and joined
+before they are loaded: see `PagedMemory.copies_together`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import U32, StateShape, complete_cells
 from prefixstore.llama.state.view import Assembly, zeros
 
-__all__ = ["Missing", "PageLoader", "PagedMemory"]
-
 
 class Missing(Enum):
-    """Why a page cannot be taken."""
+    """Why a page cannot be copied."""
 
     INCOMPLETE = "incomplete"
     """The context no longer holds all rows of the page."""
@@ -68,17 +66,17 @@ class PagedMemory(ContextMemory):
         return n == 0 or (0 <= first <= needed_from and last >= n - 1)
 
     def cut(self, n: int) -> None:
-        """Keep the first `n` tokens only, tagged as sequence 0 only."""
+        """Keep only the first `n` tokens, with the tag of sequence 0 alone."""
         _, mem = self._pointers()
         llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
             raise ContextError(f"llama.cpp cannot cut this context at position {n}")
 
     def load(self, state: memoryview) -> bool:
-        """Append a page that `fits`, without copying it first; whether llama.cpp accepted it.
+        """Append a page that `fits`; returns whether llama.cpp accepted it.
 
-        The page keeps its second tag until the next one is loaded, or until `cut`. Rows of one that is refused may have
-        been copied: `discard` them.
+        The page keeps its second tag until the next one is loaded, or until `cut`. If it was refused, some of its rows
+        may be in the context: `discard` them.
         """
         ctx, mem = self._pointers()
         if not self._read(ctx, state, SCRATCH):
@@ -92,16 +90,16 @@ class PagedMemory(ContextMemory):
         acquire: Acquire,
         accept: Callable[[int, int, PooledBuffer], object],
     ) -> Missing | None:
-        """Copy pages out of the context, up to the first that cannot be taken; returns why it cannot, or None.
+        """Copy pages out of the context, up to the first that cannot be copied; returns why it cannot, or None.
 
-        Of each page, `ranges` has the first position and the boundary. Each is given to ``accept(start, end, buffer)``,
-        which owns the buffer, before the next one is copied.
+        `ranges` has the first position and the boundary of each page. Each copy is passed to ``accept(start, end,
+        buffer)``, which owns the buffer, before the next page is copied.
         """
         ctx, mem = self._pointers()
         self.settle()
         if self.is_shared():
             raise ContextError("sequence 1 of the context is in use; the store needs it")
-        # what can be written beside the other cells
+        # the shape of pages that can be written beside the other cells; None if there is none
         plain = self.shape if self.shape is not None and self.shape.is_plain else None
         if llama_cpp.llama_n_seq_max(ctx) > 1:
             plain = None
@@ -109,7 +107,7 @@ class PagedMemory(ContextMemory):
             for i, (start, end) in enumerate(ranges):
                 rest = ranges[i:]
                 if len(rest) > 1 and self.copies_together and self.shape_is_own:
-                    # a pool of its own: so much memory is not kept
+                    # from a new pool, so that this much memory is not kept
                     together = self._copy_rows(start, rest[-1][1], plain, BufferPool(limit=None).acquire)
                     if isinstance(together, PooledBuffer):
                         return _cut(together, rest, acquire, accept)
@@ -122,7 +120,7 @@ class PagedMemory(ContextMemory):
         return None
 
     def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
-        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
+        """Whether a page has the shape of the pages of this context, and the positions from `start` on."""
         if self.shape is None:
             try:
                 shape = parse_sequence(state).shape
@@ -135,7 +133,7 @@ class PagedMemory(ContextMemory):
         return self.shape.fits(state, start, n_tokens)
 
     def _accepts(self, page: bytearray) -> bool:
-        """Whether llama.cpp accepts a page, which is not kept."""
+        """Whether llama.cpp accepts a page, which is removed again."""
         ctx, mem = self._pointers()
         if self.is_shared():
             return False
@@ -152,21 +150,21 @@ class PagedMemory(ContextMemory):
 
     @contextlib.contextmanager
     def _lent(self, mem: Any) -> Iterator[None]:
-        """A block in which sequence 1 has all cells, so that sequence 0 can have those of one page."""
+        """A block in which sequence 1 has all cells, so that sequence 0 may have those of a single page."""
         with self._noted("lent"):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
             yield
             self._give_back(mem)
 
     def _copy_rows(self, start: int, end: int, plain: StateShape | None, acquire: Acquire) -> PooledBuffer | Missing:
-        """The rows of these positions: beside the other cells if they are `plain`, else alone, while cells are lent."""
+        """Copy the rows of these positions: beside the other cells if they are `plain`, else alone, inside `_lent`."""
         ctx, mem = self._pointers()
         if plain is None:
             return self._copy_alone(mem, start, end, acquire)
         return self._copy_beside(ctx, mem, start, end, plain, acquire)
 
     def _copy_alone(self, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
-        """The page written as sequence 0, which has no other cells."""
+        """Copy a page that is written as sequence 0, without any other cells."""
         llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
         if not _is_range(mem, SEQUENCE, start, end):
@@ -176,7 +174,7 @@ class PagedMemory(ContextMemory):
     def _copy_beside(
         self, ctx: Any, mem: Any, start: int, end: int, shape: StateShape, acquire: Acquire
     ) -> PooledBuffer | Missing:
-        """The page written as sequence 1, which needs no other cell to change."""
+        """Copy a page that is written as sequence 1; no other cell changes."""
         n = end - start
         size, missing = shape.size(n), n * U32.size
         with self._noted("scratch"):
@@ -196,10 +194,7 @@ class PagedMemory(ContextMemory):
 class PageLoader:
     """Appends pages to a context: one by one, or joined if `PagedMemory.copies_together`.
 
-    Attributes
-    ----------
-    n_loaded
-        How many of the pages are in the context.
+    `n_loaded` is the number of pages that are in the context.
     """
 
     def __init__(self, memory: PagedMemory, pages: Sequence[Page]) -> None:
@@ -208,7 +203,7 @@ class PageLoader:
         self.n_loaded = 0
 
     def load(self, state: memoryview) -> bool:
-        """Append the state of the next page; whether llama.cpp accepted it, or will be asked when it is `finish`ed."""
+        """Append the state of the next page, or join it; returns False if llama.cpp refused it."""
         memory = self._memory
         if self._joined is None and memory.copies_together and len(self._pages) > 1:
             self._joined, self._buffer = self._opened(len(self._pages))
@@ -221,7 +216,7 @@ class PageLoader:
         return is_loaded
 
     def finish(self, n_good: int) -> bool:
-        """Append what was joined of the first `n_good` pages; whether llama.cpp accepted it."""
+        """Append the first `n_good` pages, if they were joined; returns False if llama.cpp refused them."""
         if self._joined is None or n_good == 0:
             return True
         buffer = self._buffer
@@ -233,12 +228,12 @@ class PageLoader:
         return is_loaded
 
     def _opened(self, n: int) -> tuple[Assembly, PooledBuffer]:
-        """A state of the first `n` pages that is not written yet, and memory for it."""
+        """An unwritten state of the first `n` pages, and memory for it."""
         shape = self._memory.shape
         assert shape is not None  # a page fits it
         positions = np.arange(self._pages[0].start, self._pages[n - 1].end, dtype="<i4")
         joined = Assembly(shape, [positions] * len(shape.sections))
-        # a pool of its own: so much memory is not kept
+        # from a new pool, so that this much memory is not kept
         buffer = BufferPool(limit=None).acquire(joined.size)
         assert buffer is not None  # this pool is unbounded
         return joined, buffer
@@ -250,7 +245,7 @@ def _cut(
     acquire: Acquire,
     accept: Callable[[int, int, PooledBuffer], object],
 ) -> Missing | None:
-    """Cut pages out of a state that has all of them; see `PagedMemory.take`."""
+    """Cut pages out of a state that holds all of them; see `PagedMemory.take`."""
     view = parse_sequence(state.view)
     for start, end in ranges:
         page = view.cut(start, end)

@@ -27,8 +27,6 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import PAIR, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
-__all__ = ["Found", "Frame", "Joined", "Positions", "Restore", "StateBuffer", "StateBuffers", "of_sequence"]
-
 log = logging.getLogger("prefixstore")
 
 Positions: TypeAlias = Sequence[npt.NDArray[np.int32]]

@@ -29,8 +29,6 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.strategy import Strategy
 from prefixstore.models.boundaries import prompt_boundaries
 
-__all__ = ["SnapshotStrategy"]
-
 log = logging.getLogger("prefixstore")
 
 # After a prompt is evaluated, its rows are copied at once if at least a quarter of them is new, else at the end of the

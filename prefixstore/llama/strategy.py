@@ -17,8 +17,6 @@ from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.restore import Restore, of_sequence
 from prefixstore.llama.state.form import Form
 
-__all__ = ["ATTEMPTS", "Strategy"]
-
 log = logging.getLogger("prefixstore")
 
 # how many snapshots are tried, the deepest first, if one of them or of their pages is damaged

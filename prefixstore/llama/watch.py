@@ -1,11 +1,11 @@
 """Detects any access to a llama.cpp context other than through the store.
 
-Whatever llama.cpp does with a context, it needs a pointer to it, and Python code reads that pointer
-from the ``LlamaContext`` of the ``Llama``. So there is one thing to watch instead of a list of methods: **what reads
-the pointer makes the context unknown, before it can use it.** Unknown is the default. Exempt are the functions of
-llama-cpp-python that are known to read only (`binding.READERS`), and the store itself.
+Every call of llama.cpp needs a pointer to the context, and Python code reads that pointer from the ``LlamaContext`` of
+the ``Llama``. So there is one thing to watch instead of a list of methods: **a read of the pointer makes the context
+unknown, before the pointer can be used.** Exempt are the store itself, and functions of llama-cpp-python that are known
+to change nothing (`binding.READERS`).
 
-A pointer that was read earlier, or past the attribute, is not seen. For these there are llama.cpp's own counters of
+A pointer that was read before, or past the attribute, is not noticed. Its use shows in llama.cpp's own counters of
 decoded tokens.
 """
 
@@ -27,13 +27,11 @@ from prefixstore.llama.lineage import Unknown
 if TYPE_CHECKING:
     from prefixstore.llama.context import Context
 
-__all__ = ["Watch"]
-
 Counts: TypeAlias = "tuple[int, int, float, float]"
 
 
 class Watch:
-    """Replaces the class of a ``LlamaContext``, so that reading its pointers is detected.
+    """Replaces the class of a ``LlamaContext`` to detect reads of its pointers.
 
     Raises `ContextError` if the ``Llama`` is closed.
     """
@@ -43,12 +41,12 @@ class Watch:
         self._pointer, owner = pointer_of(context.llm), context_of(context.llm)
         self._owner = weakref.ref(owner)
         self._decoded = self._count()
-        # an attachment that was interrupted may have left its own
+        # an interrupted attachment may have left its class
         self._class = getattr(type(owner), "unwatched", type(owner))
         self._watched = _watched(self._class, self)
 
     def start(self) -> None:
-        """Begin to watch. Raises `ContextError` if the class cannot be replaced."""
+        """Start watching. Raises `ContextError` if the class cannot be replaced."""
         owner = self._owner()
         try:
             if owner is not None:
@@ -74,11 +72,11 @@ class Watch:
     # -- llama.cpp's counters -----------------------------------------------------------------------------------------
 
     def note_decoded(self) -> None:
-        """Note that what was decoded up to now is accounted for. Raises `ContextError` if the context is closed."""
+        """Note that everything decoded up to now is known. Raises `ContextError` if the context is closed."""
         self._decoded = self._count()
 
     def has_decoded(self) -> bool:
-        """Whether something was decoded since the last note. Raises `ContextError` if the context is closed."""
+        """Whether anything was decoded since `note_decoded`. Raises `ContextError` if the context is closed."""
         return self._count() != self._decoded
 
     def _count(self) -> Counts:
@@ -89,7 +87,7 @@ class Watch:
         """
         if not self._is_open:
             raise ContextError("the context was closed or replaced while the store was attached")
-        # what was decoded is counted when it is complete
+        # tokens are counted when their computation is complete
         llama_cpp.llama_synchronize(self._pointer)
         data = llama_cpp.llama_perf_context(self._pointer)
         return data.n_p_eval, data.n_eval, data.t_p_eval_ms, data.t_eval_ms
@@ -97,7 +95,7 @@ class Watch:
     # -- access to the context ----------------------------------------------------------------------------------------
 
     def notice(self, caller: FrameType) -> None:
-        """Called when a pointer is read. The frame is the reader's."""
+        """Called when a pointer is read, with the frame of the reader."""
         if self._lineage.in_flight or only_reads(caller):
             return
         with contextlib.suppress(PrefixStoreError):  # it is being closed: there is nothing to undo
@@ -105,24 +103,24 @@ class Watch:
         self.changed()
 
     def changed(self) -> None:
-        """Note that it is not known what the context holds, or will hold in a moment."""
+        """Note that the contents of the context are unknown, or will be in a moment."""
         self._lineage.lose(Unknown.CHANGED)
 
     @property
     def _is_own_call(self) -> bool:
-        """Whether the store itself is at work, and was not interrupted with something left to undo."""
+        """Whether the store itself is changing the context, and was not interrupted before."""
         return self._lineage.in_flight and not self._context.memory.unfinished.is_open
 
     def truncate(self, n: int, truncate: Callable[[], bool]) -> bool:
-        """``kv_cache_seq_rm`` of everything from position `n` on: what is known before it stays known.
+        """``kv_cache_seq_rm`` of everything from position `n` on: tokens before `n` stay known.
 
-        ``kv_cache_clear`` as well, with an `n` of 0: then the context is known to be empty.
+        Also ``kv_cache_clear``, with an `n` of 0: the context is known to be empty then.
         """
         lineage = self._lineage
         if self._is_own_call:
             return truncate()
         if self._context.settle():
-            return False  # nothing is left that could be kept
+            return False  # nothing is left to keep
         before = lineage.begin()
         done = truncate()
         if before is None or n == 0:
@@ -132,7 +130,7 @@ class Watch:
         return done
 
     def reset_timings(self, reset: Callable[[], None]) -> None:
-        """``reset_timings``: what was decoded before is compared before the counters are lost."""
+        """``reset_timings``: compares the counters before they are lost."""
         lineage = self._lineage
         if self._is_own_call:
             reset()
@@ -157,7 +155,7 @@ def _watched(base: type[ContextClass], watch: Watch) -> type[ContextClass]:
                 raise AttributeError(name) from None
 
         def put(self: Any, value: Any) -> None:
-            # as by close(): the context may be freed, so nothing can be undone in it
+            # close() does this: the context may be freed already, so nothing can be undone in it
             watch.changed()
             vars(self)[name] = value
 

@@ -32,8 +32,6 @@ from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
 from prefixstore.units import counted, parse_bytes, parse_seconds, shown
 
-__all__ = ["DEFAULT_BYTES", "Archive"]
-
 log = logging.getLogger("prefixstore")
 
 # the budget of a location that is opened without one, as of a `PrefixStore`

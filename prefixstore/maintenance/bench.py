@@ -14,8 +14,6 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
 
-__all__ = ["measure_rates"]
-
 # size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
 # how much is written, and how much is read at most

@@ -18,8 +18,6 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import CLOCK_SLACK, FACTS, Facts
 
-__all__ = ["Holding", "holdings_of", "in_all", "keys_in", "namespaces_of", "only_one", "read_facts"]
-
 # pages whose facts are read at a time
 SLICE = 10_000
 SUMMED = ("pages", "tokens", "stored_bytes", "raw_bytes", "hits", "pinned")

@@ -16,8 +16,6 @@ from prefixstore.format.record import StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
-__all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
-
 
 @dataclass(frozen=True)
 class Moved:

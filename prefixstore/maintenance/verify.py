@@ -16,8 +16,6 @@ from prefixstore.store import PrefixStore
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["BOUND", "Comparison", "compare_computed"]
-
 # The largest allowed difference of two logits, as a share of the distance between the largest and the smallest logit.
 # The same tokens in other batches, as a server computes them, differ by rounding; a state of other tokens by tenths.
 BOUND = 0.05

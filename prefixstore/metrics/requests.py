@@ -13,8 +13,6 @@ from prefixstore.metrics.stores import OTHER, import_prometheus
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["ENDPOINTS", "RequestMetrics"]
-
 # a client chooses the path of its request: what is not here is counted as `OTHER`
 ENDPOINTS = frozenset(
     {

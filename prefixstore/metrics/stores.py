@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
 
-__all__ = [
-    "METRICS",
-    "OTHER",
-    "HasEngine",
-    "StoreMetrics",
-    "import_prometheus",
-    "new_registry",
-    "render",
-    "store_text",
-]
-
 Found: TypeAlias = "float | Mapping[str, float] | Histogram | None"
 """The value of a metric, or one for each value of its label; None if there is none."""
 

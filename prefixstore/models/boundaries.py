@@ -18,13 +18,6 @@ from functools import cache
 from prefixstore.format.keys import Tokens
 from prefixstore.models.vocabulary import Vocabulary
 
-__all__ = [
-    "TokenKind",
-    "kinds_of_vocabulary",
-    "message_starts",
-    "prompt_boundaries",
-]
-
 # of the header of a message, or of the coming answer: "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 HEADER_TOKENS = 8
 # of what ends a message: "\n\n<|im_end|>\n", or "\n\nAnswer:"

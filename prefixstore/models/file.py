@@ -18,22 +18,6 @@ from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import ContextError, LocationError
 from prefixstore.format.namespace import model_digits
 
-__all__ = [
-    "CACHE_TYPES",
-    "CACHE_TYPE_NAMES",
-    "Metadata",
-    "file_digest",
-    "file_identity",
-    "is_gguf",
-    "model_name",
-    "model_parts",
-    "model_title",
-    "read_gguf",
-    "read_metadata",
-    "setting_text",
-    "settings_of_model",
-]
-
 log = logging.getLogger("prefixstore")
 
 Metadata = dict[str, "str | int | float | bool"]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from prefixstore.errors import ContextError
 from prefixstore.models.file import read_gguf
 
-__all__ = ["Vocabulary"]
-
 MODEL, TOKENS, TYPES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type"))
 NORMAL, CONTROL, BYTE = 1, 3, 6
 # how a byte is written in the vocabularies of SentencePiece, and in those of RWKV

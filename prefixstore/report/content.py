@@ -30,8 +30,6 @@ from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
 
-__all__ = ["BEGIN", "Content", "content_of", "html_of"]
-
 Content: TypeAlias = dict[str, Any]
 
 # Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.

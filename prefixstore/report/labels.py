@@ -14,8 +14,6 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Facts, Record
 from prefixstore.report.runs import Column
 
-__all__ = ["Words", "labels_of", "tokens_of_pages", "visible"]
-
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
 # tokens of a word that are looked at before them

@@ -12,8 +12,6 @@ from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import Facts
 from prefixstore.maintenance.holdings import keys_in
 
-__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "parents_of", "runs_of"]
-
 Column = npt.NDArray[Any]
 
 # runs of a report; smaller ones are counted together

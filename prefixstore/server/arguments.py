@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Arguments", "config_files", "option_name", "parse_arguments", "values_of"]
-
 # Options with one value that change no state, and some that name the model: its content is in the namespace. A draft
 # proposes tokens, and the rows of the model are those of the tokens that it has taken.
 VALUED = """

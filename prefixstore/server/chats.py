@@ -12,8 +12,6 @@ from typing import Any
 
 from prefixstore.server.refused import RefusedError
 
-__all__ = ["chat_of_messages", "chat_of_responses"]
-
 NO_MESSAGES = "the request has no messages that can be read"
 # a stamp that a client changes with each request: the server overwrites it, too
 BILLING = re.compile(r"^(x-anthropic-billing-header:.*?cch=).{5}(?=;)", re.DOTALL)

@@ -26,8 +26,6 @@ from prefixstore.errors import InvalidParameterError, ServerError
 from prefixstore.server.arguments import Arguments, config_files, option_name, parse_arguments, values_of
 from prefixstore.server.model_settings import gains_from_full_window
 
-__all__ = ["Child", "ServerCommand", "check_options", "check_program", "private_directory"]
-
 log = logging.getLogger("prefixstore.server")
 
 # Options that would work against the proxy, and what to do instead.

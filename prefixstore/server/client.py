@@ -24,8 +24,6 @@ from prefixstore.errors import (
 from prefixstore.server.find_process import listening_process
 from prefixstore.units import shown
 
-__all__ = ["LlamaServer", "Props", "Slot", "SlotAction", "props_of"]
-
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 MAX_MESSAGE = 300
 

@@ -20,8 +20,6 @@ from prefixstore.llama.binding import is_multimodal
 from prefixstore.metrics import RequestMetrics
 from prefixstore.store import PrefixStore
 
-__all__ = ["CachedTokens", "CompletionWatch", "Request", "StoreProxy", "current_request"]
-
 log = logging.getLogger("prefixstore")
 ENDPOINTS = ("/v1/completions", "/v1/engines/copilot-codex/completions", "/v1/chat/completions")
 

@@ -17,8 +17,6 @@ from aiohttp import ClientConnectionResetError, web
 from prefixstore.server.refused import RefusedError, error_kind
 from prefixstore.server.upstream import Headers
 
-__all__ = ["BodyBudget", "Exchange", "server_of"]
-
 log = logging.getLogger("prefixstore.server")
 
 T = TypeVar("T")

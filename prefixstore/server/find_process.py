@@ -10,14 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "RunningProcess",
-    "listening_process",
-    "process_at",
-    "running_process",
-    "start_ticks",
-]
-
 PROC = Path("/proc")
 LISTEN = "0A"
 # the process, its user and its group

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.server.slot_files import SlotDirectory
 
-__all__ = ["ServerIdentity", "Way", "kind_of_layout"]
-
 # where a GPU shows
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "accel*")
 

@@ -11,8 +11,6 @@ from types import FrameType
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["address_of", "bound", "stopped_by_signals"]
-
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[list[socket.socket]]:

@@ -25,18 +25,6 @@ from prefixstore.server.arguments import Arguments
 from prefixstore.server.client import Props
 from prefixstore.server.slot_file import STATE_VERSION
 
-__all__ = [
-    "FLASH_AUTO",
-    "FLASH_OFF",
-    "FLASH_ON",
-    "YARN_DEFAULTS",
-    "Setting",
-    "commit_of",
-    "gains_from_full_window",
-    "model_settings",
-    "yarn_factor",
-]
-
 Setting: TypeAlias = "str | int | float | bool | None"
 
 ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}

@@ -17,8 +17,6 @@ from prefixstore.server.slot_store import SlotStore
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 
-__all__ = ["OwnEndpoints"]
-
 HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
 JSON = "application/json; charset=utf-8"
 

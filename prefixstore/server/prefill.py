@@ -21,8 +21,6 @@ from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
 from prefixstore.server.upstream import Headers
 
-__all__ = ["compute_ahead", "most_stops"]
-
 Ping = Callable[[Headers], Awaitable[None]]
 
 # fewer tokens are computed again as fast as a slot is restored

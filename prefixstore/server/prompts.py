@@ -25,22 +25,6 @@ from prefixstore.server.chats import chat_of_messages, chat_of_responses
 from prefixstore.server.refused import RefusedError
 from prefixstore.server.upstream import Headers, Upstream
 
-__all__ = [
-    "CACHE_SALT",
-    "ENDPOINTS",
-    "KNOWN_FIELDS",
-    "MESSAGES",
-    "SLOTLESS",
-    "TOKEN_CHARACTERS",
-    "UNKNOWN_FIELD",
-    "Ask",
-    "aside",
-    "parse",
-    "pinned",
-    "tokens_of_request",
-    "unknown_field",
-]
-
 T = TypeVar("T")
 
 TOKENIZE_SECONDS = 30.0

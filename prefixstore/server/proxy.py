@@ -44,8 +44,6 @@ from prefixstore.server.upstream import (
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
 
-__all__ = ["Proxy"]
-
 log = logging.getLogger("prefixstore.server")
 
 # a comment in a stream

@@ -38,8 +38,6 @@ from prefixstore.server.listener import bound, stopped_by_signals
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["create_app", "run_python_server"]
-
 S = TypeVar("S", ServerSettings, ModelSettings)
 
 log = logging.getLogger("prefixstore")

@@ -7,8 +7,6 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Rates", "Report", "RequestUsage"]
-
 WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
 SMALLEST_PREFILL = 32

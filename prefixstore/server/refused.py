@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RefusedError", "error_kind"]
-
 # as llama-server names them
 KINDS = {
     401: "authentication_error",

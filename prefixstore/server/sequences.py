@@ -53,8 +53,6 @@ from prefixstore.parameters import Parameters
 from prefixstore.server.model_settings import YARN_DEFAULTS, yarn_factor
 from prefixstore.store import PrefixStore
 
-__all__ = ["StoredSequences", "sequence_cache"]
-
 log = logging.getLogger("prefixstore")
 
 PROBE_TOKENS = 32

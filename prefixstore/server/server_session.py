@@ -35,8 +35,6 @@ from prefixstore.server.upstream import SERVER_URL, Headers, Upstream, UpstreamE
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
 
-__all__ = ["OnDamage", "ServerSession", "opened"]
-
 log = logging.getLogger("prefixstore.server")
 
 T = TypeVar("T")

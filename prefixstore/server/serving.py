@@ -33,8 +33,6 @@ from prefixstore.server.upstream import Upstream
 from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["ServeSettings", "failure_of", "serve_child"]
-
 log = logging.getLogger("prefixstore.server")
 
 # How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.

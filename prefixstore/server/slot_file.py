@@ -28,8 +28,6 @@ from prefixstore.llama.state.parse import parse_memory
 from prefixstore.llama.state.shape import MAX_POSITION, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
-__all__ = ["SLOT_MAGIC", "STATE_VERSION", "SlotFile", "SlotLayout", "parse_slot_file", "slot_assembly"]
-
 SLOT_MAGIC = 0x67677371
 STATE_VERSION = 3
 

@@ -39,8 +39,6 @@ from prefixstore.format.keys import Tokens
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["Restored", "SavedSlot", "SlotBuffer", "SlotCopy", "SlotDirectory", "wrong_directory"]
-
 log = logging.getLogger("prefixstore")
 
 PREFIX = "prefixstore-"

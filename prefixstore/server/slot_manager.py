@@ -27,8 +27,6 @@ from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolSlo
 if TYPE_CHECKING:
     from prefixstore.server.slot_store import SlotStore
 
-__all__ = ["SlotManager"]
-
 log = logging.getLogger("prefixstore.server")
 
 T = TypeVar("T")

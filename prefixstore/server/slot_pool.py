@@ -15,8 +15,6 @@ from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_files import Restored
 
-__all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolSlot", "Rows", "SlotPool"]
-
 # of a prompt for which the store was not asked
 NOT_ASKED = Restored()
 # Fewer new tokens are saved only when the server stops.

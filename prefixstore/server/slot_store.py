@@ -34,8 +34,6 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ADVICE", "SlotStore"]
-
 log = logging.getLogger("prefixstore")
 
 # what to do where `SlotStore.differences` are some

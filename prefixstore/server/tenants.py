@@ -13,8 +13,6 @@ from prefixstore.server.refused import RefusedError
 if TYPE_CHECKING:
     from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["Admission", "TenantSource", "api_key_of", "tenant_of_key", "within"]
-
 MAX_HEADER = 256
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})

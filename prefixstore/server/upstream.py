@@ -18,18 +18,6 @@ from yarl import URL
 
 from prefixstore.server.refused import RefusedError
 
-__all__ = [
-    "SERVER_URL",
-    "Headers",
-    "Reply",
-    "Upstream",
-    "UpstreamError",
-    "UpstreamLostError",
-    "UpstreamResponse",
-    "UpstreamTimeoutError",
-    "end_to_end",
-]
-
 # a name: it listens on a socket
 NAME: Final = "llama-server"
 SERVER_URL: Final = f"http://{NAME}"

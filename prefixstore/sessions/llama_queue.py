@@ -14,22 +14,20 @@ from typing import TypeVar
 
 from prefixstore.errors import MisuseError
 
-__all__ = ["Queue", "Ticket", "between_calls", "in_thread", "queue_of"]
-
 T = TypeVar("T")
-# Who waits looks so often whether it is its turn, in seconds: nobody tells it that the one before was dropped.
+# Seconds between two looks of a ticket that waits: nobody tells it if the one before it was garbage-collected.
 LOOK = 1.0
 
 
 class Ticket:
-    """The place of a thread, or of a task, in the queue. Its owner keeps it: once it is garbage, the place is free.
+    """The place of a thread or task in the queue, which only its owner keeps alive: once it is collected, it is free.
 
     Attributes
     ----------
     loop
-        That of the task that waits; None if the thread does.
+        The event loop of the task that waits; None if a thread waits.
     gate, told
-        Open, or set, once it is the turn of this ticket.
+        Released, or set, once it is the turn of this ticket: `gate` for a thread, `told` for a task.
     """
 
     def __init__(self, *, is_async: bool = False) -> None:
@@ -54,7 +52,7 @@ class Ticket:
                 self.gate.release()
 
     def blocks(self, other: Ticket) -> bool:
-        """Whether the owner of the other one could not go on while this one waits."""
+        """Whether the owner of the other ticket cannot go on while this one waits."""
         both_are_tasks = self.loop is not None and other.loop is not None
         return self.thread is other.thread and (not both_are_tasks or self.task == other.task)
 
@@ -62,25 +60,21 @@ class Ticket:
 class Queue:
     """Tickets in the order of arrival; the first has the ``Llama``.
 
-    Every method repairs what an interrupted one has left, and may be called again after that was interrupted.
-
-    Attributes
-    ----------
-    in_use
-        Held by the thread that uses the ``Llama`` just now.
+    Each method repairs what an interrupted call has left behind, and may be called again. The thread that uses the
+    ``Llama`` holds the lock `in_use`.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew in the child of a fork: those who wait, or have the ``Llama``, are in the parent."""
+        """Start empty, as in a forked child: whoever waits, or has the ``Llama``, is in the parent."""
         # held for a few steps in memory, and never while someone waits
         self._lock, self.in_use = threading.Lock(), threading.RLock()
         self._tickets: deque[weakref.ref[Ticket]] = deque()
 
     def __len__(self) -> int:
-        """How many wait, or have the ``Llama``."""
+        """How many tickets wait for the ``Llama`` or have it."""
         return sum(weak() is not None for weak in list(self._tickets))
 
     def enter(self, ticket: Ticket) -> None:
@@ -96,19 +90,19 @@ class Queue:
             self._tickets.append(weakref.ref(ticket))
 
     def leave(self, ticket: Ticket) -> None:
-        """Give up a place; the next ticket is told if it is its turn. Does nothing the second time."""
+        """Give up a place, and tell the next ticket if it is its turn now. A second call does nothing."""
         with self._lock:
             with suppress(ValueError):
                 self._tickets.remove(weakref.ref(ticket))
             self._first()
 
     def look(self) -> Ticket | None:
-        """The ticket whose turn it is, which is told."""
+        """Tell the ticket whose turn it is, and return it."""
         with self._lock:
             return self._first()
 
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait, in a thread, until it is the turn of a ticket; false if it is not after `timeout` seconds."""
+        """Wait, in a thread, until it is the turn of a ticket; False if it is not within `timeout` seconds."""
         until = _until(timeout)
         while self.look() is not ticket:
             left = min(until - time.monotonic(), LOOK)
@@ -129,7 +123,7 @@ class Queue:
         return True
 
     def _first(self) -> Ticket | None:
-        """The first ticket, which is told that it is its turn. Those that were dropped are removed."""
+        """Remove tickets whose owners are gone, tell the first one that it is its turn, and return it."""
         while self._tickets:
             first = self._tickets[0]()
             if first is not None and not first.is_orphaned:
@@ -147,12 +141,12 @@ _queues: weakref.WeakKeyDictionary[object, Queue] = weakref.WeakKeyDictionary()
 
 
 def queue_of(llm: object) -> Queue:
-    """The queue of a ``Llama``: the same one for all stores that are attached to it in turn."""
+    """The queue of a ``Llama``, whichever store is attached to it."""
     return _queues.setdefault(llm, Queue())
 
 
 def between_calls(llm: object) -> AbstractContextManager[object]:
-    """A ``with`` block that waits until no other thread uses the ``Llama`` for a session, and keeps it so."""
+    """A block in which no other thread uses the ``Llama`` for a session; waits until that is so."""
     queue = None
     with suppress(TypeError):  # not a Llama
         queue = _queues.get(llm)
@@ -160,9 +154,9 @@ def between_calls(llm: object) -> AbstractContextManager[object]:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own, and wait for its end, also if this task is cancelled meanwhile.
+    """Run `work` in a thread of its own, and wait for its end, even if this task is cancelled meanwhile.
 
-    The executor of the loop may be full of threads that wait for what this one does.
+    In the executor of the loop, all threads may be waiting for what this work does.
     """
     executor = ThreadPoolExecutor(1, "prefixstore-session")
     done = asyncio.get_running_loop().run_in_executor(executor, work)
@@ -174,6 +168,6 @@ async def in_thread(work: Callable[[], T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        done.exception()  # nobody else asks for it
+        done.exception()  # retrieved, or asyncio logs it
         raise asyncio.CancelledError
     return done.result()

@@ -1,4 +1,4 @@
-"""A session as its ``with`` block has it: the calls of the ``Llama``, while its lease is valid."""
+"""A session, as the ``with`` block of `Sessions.admit` has it: the calls of the ``Llama``, while its lease is valid."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ if TYPE_CHECKING:
     from prefixstore.sessions.sessions import Sessions
     from prefixstore.sessions.table import Turn
 
-__all__ = ["Session", "Source", "Stream"]
-
 Source: TypeAlias = Literal["cold", "live", "store"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
-# of leases
+# numbers of leases
 _numbers = itertools.count(1)
 
 
 def _call(method: F) -> F:
-    """A method during which the session is in use: see `Session.using`."""
+    """A method that is run by `Session.using`."""
 
     @wraps(method)
     def using(self: Session, *args: Any, **kwargs: Any) -> Any:
@@ -68,11 +66,11 @@ class Session:
         self._owner, self.turn = owner, turn
         self.name, self.generation, self.lease = turn.entry.name, turn.entry.generation, next(_numbers)
         self._hook, self._held = owner.hook, turn.entry.tokens
-        # the only reference: if the session is dropped, its place in the queue is free
+        # the only reference: when the session is collected, its place in the queue is free
         self._ticket = ticket
         self.n_live = self.n_restored = 0
         self.is_discarded = self._is_ending = False
-        # how many calls the thread is in that uses the Llama
+        # how many nested calls are running
         self._depth = 0
         self._streams: list[Stream] = []
 
@@ -83,10 +81,10 @@ class Session:
     # -- what it found ------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Bring what can be reused of the session into the context: of what that holds, and of what is stored."""
+        """Bring as many tokens of the session into the context as it still holds, and as can be restored."""
         started, context = time.perf_counter(), self._hook.context
         context.settle()
-        # what is restored is counted, but no lookup: a prompt follows
+        # counted as a resumed session, not as a prompt
         context.prompt = PromptMeter(is_prompt=False)
         self.n_live = context.continued(self._held)
         if self.n_live < len(self._held):
@@ -136,7 +134,7 @@ class Session:
         return known.copy() if known is not None else None
 
     def _rewound(self) -> list[int]:
-        """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
+        """Cut the context to the longest prefix of the session's tokens; returns the other tokens."""
         held = self.known() if self.has_evaluated else self._held
         rest: list[int] = held[self._hook.rewind(held) :].tolist() if held is not None else []
         return rest
@@ -184,7 +182,7 @@ class Session:
         if is_new:
             self._owner.restore(as_tokens(given))
         stream: Stream = self._streamed(llm.generate(given, **options))
-        # from then on, each step evaluates the token before
+        # each step after the first evaluates the token before it
         stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
         return stream
 
@@ -205,7 +203,7 @@ class Session:
         llm.eval(given)
 
     def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
-        """These tokens, if the model has them: llama.cpp would say -1."""
+        """These tokens, checked against the vocabulary."""
         given = as_tokens(tokens)
         if len(given) and not 0 <= given.min() <= given.max() < llm.n_vocab():
             raise InvalidParameterError(
@@ -214,7 +212,7 @@ class Session:
         return given
 
     def _check_room(self, n: int) -> None:
-        """Whether so many tokens fit: llama-cpp-python would lose those that do not, without an error."""
+        """Raise `ContextError` if so many tokens do not fit: llama-cpp-python would drop some without an error."""
         n_ctx = len(self._hook.llm.input_ids)
         if n > n_ctx:
             raise ContextError(
@@ -234,9 +232,9 @@ class Session:
             self._streams.remove(stream)
 
     def using(self, call: Callable[[], R], *, needs_store: bool = True) -> R:
-        """Do this for a caller: one call at a time, and none after the end of the lease.
+        """Run a call: one at a time, and none after the end of the lease.
 
-        It takes a function, and is no context manager: a Ctrl-C at the edge of a ``with`` block would leave that open.
+        This is no context manager, since a Ctrl-C at the edge of a ``with`` block could leave it open.
         """
         self.check()
         with self._owner.queue.in_use:
@@ -253,7 +251,7 @@ class Session:
                 self._depth -= 1
 
     def check(self) -> None:
-        """Whether the lease is valid. Raises `StaleLeaseError`."""
+        """Raise `StaleLeaseError` if the lease has ended."""
         if self.is_over:
             self._owner.count("session_stale_leases")
             lease = f"the lease of session {self.name!r} (generation {self.generation})"
@@ -276,12 +274,12 @@ class Session:
             raise
 
     def leave(self, *, discard: bool = False) -> None:
-        """End the lease: the session is idle then, or discarded. Does nothing the second time.
+        """End the lease: the session is idle then, or discarded. A second call does nothing.
 
         Raises
         ------
         MisuseError
-            If a call of it is under way in this thread, as in a logits processor.
+            If this thread is in a call of the session, as in a logits processor.
         """
         if self._owner.turn is not self.turn:
             return

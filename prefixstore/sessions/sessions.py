@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prefixstore.llama.attached import AttachedStore
     from prefixstore.llama.hook import Hook
 
-__all__ = ["MAX_NAME_BYTES", "Sessions"]
-
 MAX_NAME_BYTES = 512
 
 
@@ -48,7 +46,7 @@ class Sessions:
             raise ContextError(f"sessions need a context whose states can be stored: {hook.kind.reason}")
         self.max_sessions, self.hook = max_sessions, hook
         self._store, self._engine = store, engine
-        # for the Llama; of the session that has it
+        # the queue for the Llama, and the turn of the session that has it
         self.queue = queue_of(hook.llm)
         self.turn: Turn | None = None
         self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
@@ -56,7 +54,7 @@ class Sessions:
         register_at_fork(self)
 
     def after_fork(self) -> None:
-        """Start over: those who wait, or have the ``Llama``, are in the parent."""
+        """Start over: whoever waits for the ``Llama``, or has it, is in the parent."""
         self.queue.restart()
         self._table.lock = threading.Lock()
         if self.turn is not None:
@@ -124,7 +122,7 @@ class Sessions:
             session = await in_thread(partial(self._begin, name, ticket))
             yield session
         except GeneratorExit:
-            # the loop is closed, and nothing can be awaited: the session is dropped, and with it the place
+            # the loop is closed, and nothing can be awaited: the session is collected, which frees its place
             raise
         except BaseException:
             if session is None:
@@ -158,7 +156,7 @@ class Sessions:
     def _check(self, name: str, timeout: float | None) -> None:
         _check_name(name)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        # of a number that is no number, both are false; one that is too large has no float
+        # NaN fails both comparisons
         if timeout is not None and not (is_number and (0 <= timeout <= threading.TIMEOUT_MAX or timeout == math.inf)):
             raise InvalidParameterError(
                 f"timeout={shown(timeout)} must be a number of seconds of at most {threading.TIMEOUT_MAX:.0f}, or None "
@@ -176,10 +174,10 @@ class Sessions:
     # -- a turn at the Llama ------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, ticket: Ticket) -> Session:
-        """Prepare the context for a session. The caller is the first in the queue, and gives up if this fails."""
+        """Prepare the context for a session. The caller is the first in the queue, and leaves it if this fails."""
         with self.queue.in_use:
             self._check_usable()
-            # one that was dropped
+            # a turn whose session was collected
             self._settle(self.turn)
             self._table.look_up(name)
             llm: Any = self.hook.llm
@@ -190,7 +188,7 @@ class Sessions:
                 self.turn = turn
                 evicted = self._table.used(entry)
             self._table.forget(evicted)
-            # completions use the store, which keeps everything that is captured
+            # completions use the store, and the policy may not refuse their pages
             self._engine.write_queue.wants_all = True
             llm.cache = self._store
             session.resume()
@@ -198,15 +196,15 @@ class Sessions:
             return session
 
     def give_back(self, turn: Turn) -> None:
-        """Undo what a turn has changed. Does nothing the second time."""
+        """Undo what a turn has changed. A second call does nothing."""
         self._engine.write_queue.wants_all = False
         llm: Any = self.hook.context.llm_or_none
-        # a store that was detached meanwhile is no cache any more
+        # unless the store was detached meanwhile
         if llm is not None and llm.cache is self._store:
             llm.cache = turn.cache
 
     def end(self, session: Session) -> None:
-        """End a turn: have all pages that its session has evaluated written, and note what it holds."""
+        """End a turn: capture everything that its session has evaluated, and save the session."""
         # if this is interrupted, the turn is settled when its ticket is given up
         held = self._captured(session) if session.has_evaluated and not session.is_discarded else None
         is_kept = held is not None or not (session.has_evaluated or session.is_discarded)
@@ -215,7 +213,7 @@ class Sessions:
             self._table.hold(session.turn.entry, held)
 
     def _close(self, turn: Turn, *, is_kept: bool) -> None:
-        """Undo what a turn has changed, and discard its session unless it `is_kept`. Does nothing the second time."""
+        """Undo what a turn has changed, and discard its session unless it `is_kept`. A second call does nothing."""
         with self._table.lock:
             if self.turn is not turn:
                 return
@@ -225,18 +223,18 @@ class Sessions:
             self._table.discard(turn.entry)
 
     def _settle(self, turn: Turn | None) -> None:
-        """End an abandoned turn: its session is discarded, unless nothing was evaluated."""
+        """End an abandoned turn; its session is discarded if anything was evaluated."""
         if turn is not None:
             self._close(turn, is_kept=self.hook.n_evaluated == turn.n_evaluated)
 
     def settle_dropped(self) -> None:
-        """As `_settle`, if the session whose turn it is was dropped; the next one is told."""
+        """As `_settle`, if the session whose turn it is was collected; tells the next one."""
         if self.turn is not None and self.turn.ticket() is None:
             self._settle(self.turn)
         self.queue.look()
 
     def give_up(self, ticket: Ticket) -> None:
-        """Let the next one have the ``Llama``. A turn that has not ended, as of a failed admission, is settled."""
+        """Leave the queue. A turn that has not ended, as after a failed admission, is settled."""
         try:
             if self.turn is not None and self.turn.ticket() is ticket:
                 self._settle(self.turn)
@@ -254,10 +252,10 @@ class Sessions:
         return self._store.restore(tokens, self.hook.llm)
 
     def _captured(self, session: Session) -> Tokens | None:
-        """Have all pages of the context written; the tokens that they hold. None if they are not known."""
+        """Capture all pages of the context; returns the tokens that it holds, None if they are unknown."""
         if not self.hook.is_attached:
             return None
-        # what fails costs pages
+        # a failure costs pages
         with self.hook.guard():
             # a location that fails must not keep others waiting
             self.hook.capture(wait=not self._engine.is_failing)
@@ -269,7 +267,7 @@ class Sessions:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def _check_names(self, *names: str) -> None:
-        """Before anything is done with the sessions of these names, or with all."""
+        """Check names, and that the store is attached, and settle a turn that was dropped."""
         for name in names:
             _check_name(name)
         self._check_usable()

@@ -1,4 +1,4 @@
-"""Which sessions there are, what each of them holds, and which are saved in the location."""
+"""The sessions of a ``Llama``: which there are, what each of them holds, and which are saved in the location."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.llama.hook import Hook
     from prefixstore.sessions.llama_queue import Ticket
-
-__all__ = ["SessionState", "Table", "Turn"]
 
 
 @dataclass(eq=False)
@@ -63,17 +61,10 @@ class Turn:
 
 
 class Table:
-    """The sessions of a ``Llama``, by name. A location that fails has none of them, and loses those saved meanwhile.
+    """The sessions of a ``Llama``. While the location fails, no saved ones are found, and none can be saved.
 
-    One that has the ``Llama`` (`is_leased`) is never evicted. Sequences shorter than `min_tokens` are not stored, so
-    they cannot be saved.
-
-    Attributes
-    ----------
-    entries
-        By name, the least recently used one first.
-    lock
-        To be held while they change; for steps in memory only.
+    The session that has the ``Llama`` (`is_leased`) is never evicted. Sequences shorter than `min_tokens` are not
+    stored, so they cannot be saved. `entries` are sorted by their last use; `lock` is held while they change.
     """
 
     def __init__(
@@ -85,7 +76,7 @@ class Table:
         self.lock = threading.Lock()
 
     def used(self, entry: SessionState) -> list[SessionState]:
-        """Make a session the last used one; those evicted for it, which are to be forgotten. Called under the lock."""
+        """Make a session the most recently used; returns those evicted for it, to `forget`. Needs the lock."""
         self.entries.pop(entry.name, None)
         self.entries[entry.name] = entry
         surplus = len(self.entries) - self._max_sessions
@@ -99,7 +90,7 @@ class Table:
         return free[:surplus]
 
     def forget(self, entries: Sequence[SessionState]) -> None:
-        """Sessions were evicted: their names are removed."""
+        """Remove the bookmarks of evicted sessions."""
         for entry in entries:
             self._engine.counters.count("session_evicted")
             with self._hook.guard():
@@ -110,23 +101,23 @@ class Table:
         """Note what a session holds from now on, and save it."""
         with self._hook.guard():
             with self.lock:
-                # callers see them
+                # callers get this array
                 tokens.setflags(write=False)
                 entry.tokens, entry.set_at = tokens, _now(entry.set_at)
             self._save(entry)
 
     def discard(self, entry: SessionState) -> None:
-        """Have a session hold nothing any more."""
+        """Make a session empty."""
         self._engine.counters.count("session_discarded")
         with self.lock:
-            # what another process leaves later is newer
+            # dated, so that what another process saves later is newer
             entry.tokens, entry.set_at = NO_TOKENS, _now(entry.set_at)
             entry.generation += 1
         with self._hook.guard():
             self._save(entry)
 
     def evict(self, name: str | None = None) -> int:
-        """Forget a session, by default all that are idle, saved ones too; how many there were."""
+        """Forget a session, by default all idle ones, including saved ones; returns how many there were."""
         with self.lock:
             entry = self.entries.get(name or "")
             if entry is not None and self._is_leased(entry):
@@ -146,18 +137,18 @@ class Table:
     # -- what is saved ------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Those that can be resumed: of this process, and of the location."""
+        """The sessions that can be resumed, of this process and of the location."""
         saved = self._bookmarks()
         whole = self._whole(saved)
         with self.lock:
             held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
             empty = {name: each.set_at for name, each in self.entries.items() if name not in held}
-        # another process may have left one after it was discarded here
+        # a session that was discarded here, unless another process has saved it since
         hidden = {name for name in whole if saved[name].set_at <= empty.get(name, -1)}
         return sorted(held | (set(whole) - hidden))
 
     def look_up(self, name: str) -> None:
-        """Note what another process, or an earlier one, has left last of this session, or has deleted."""
+        """Take over what another process, or an earlier one, has saved or deleted of this session."""
         bookmark, tokens = self._bookmarks().get(name), None
         with self.lock:
             there = self.entries.get(name)
@@ -170,7 +161,7 @@ class Table:
         entry = SessionState(name, tokens, bookmark.generation, bookmark.set_at)
         with self.lock:
             there = self.entries.get(name) or SessionState(name)
-            # not if it was set here meanwhile
+            # unless it was changed here meanwhile
             if self._is_leased(there) or there.set_at >= entry.set_at:
                 return
             entry.generation = max(entry.generation, there.generation)
@@ -178,7 +169,7 @@ class Table:
         self.forget(evicted)
 
     def _bookmarks(self) -> Mapping[str, Bookmark]:
-        """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""
+        """What is saved. Sessions whose pages were deleted, as by a purge elsewhere, are dropped here."""
         saved: Mapping[str, Bookmark] = {}
         deleted: Mapping[str, Bookmark] = {}
         with self._looking_up():
@@ -189,14 +180,14 @@ class Table:
         for name, bookmark in deleted.items():
             with self.lock:
                 entry = self.entries.get(name)
-                # not one that has gone on here since
+                # unless it was continued here since
                 if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
                     continue
                 del self.entries[name]
         return saved
 
     def _whole(self, saved: Mapping[str, Bookmark]) -> list[str]:
-        """Those of the saved ones that can be resumed: all that they hold is stored."""
+        """Which of the saved sessions can be resumed: their whole sequence is stored."""
         with self._looking_up():
             return self._engine.bookmarks.whole(self._namespace, saved)
         return []
@@ -205,7 +196,7 @@ class Table:
         return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
 
     def _save(self, entry: SessionState) -> None:
-        """Have the name of a session saved with the commit of its last pages, or not any more."""
+        """Save a session as a bookmark, with the commit of its last pages; remove the bookmark if it is too short."""
         full_pages = page_keys(self._namespace, entry.tokens, self._hook.page_tokens)
         end = len(full_pages) * self._hook.page_tokens
         page = full_pages[-1] if full_pages else self._namespace
@@ -217,5 +208,5 @@ class Table:
 
 
 def _now(before: int) -> int:
-    """The time, but later than that of everything saved before."""
+    """The current time, but later than `before`."""
     return max(time.time_ns(), before + 1)

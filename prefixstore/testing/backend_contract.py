@@ -26,8 +26,6 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 from prefixstore.testing.together import PATIENCE, in_child, together
 
-__all__ = ["KEYS", "BackendContract", "Rows", "bytes_of", "read_rows", "update", "write_rows"]
-
 # by key: the value of a row, and its payload if it has one
 Rows: TypeAlias = "dict[bytes, tuple[bytes, bytes | None]]"
 

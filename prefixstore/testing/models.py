@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from prefixstore.errors import MissingExtraError
 
-__all__ = ["DEMO", "TINY", "write_model"]
-
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -14,8 +14,6 @@ from prefixstore.backends.contract import Backend, Update
 from prefixstore.testing.backend_contract import KEYS, BackendContract, Rows, bytes_of, read_rows, update, write_rows
 from prefixstore.testing.together import fork_child
 
-__all__ = ["PersistentBackendContract"]
-
 
 def _write_all(keys: list[bytes], number: int, draft: Update) -> None:
     """Write this number to all rows, and one row more; the rows of the last three numbers stay."""

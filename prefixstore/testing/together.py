@@ -11,8 +11,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-__all__ = ["PATIENCE", "fork_child", "in_child", "together"]
-
 # seconds that a test waits for what must happen: far longer than it takes
 PATIENCE = 120.0
 

@@ -15,8 +15,6 @@ from typing import Any
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import shown
 
-__all__ = ["Event", "Trace", "read_trace"]
-
 # no length and no size is larger
 LARGEST = 1 << 62
 # of the header: what a replay uses

@@ -18,8 +18,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, page_key
 from prefixstore.units import parse_bytes, shown
 
-__all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder"]
-
 log = logging.getLogger("prefixstore")
 
 VERSION = 1

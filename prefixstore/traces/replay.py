@@ -23,16 +23,6 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.traces.read import Event, Trace
 
-__all__ = [
-    "NAMESPACE",
-    "Curve",
-    "InEngine",
-    "Replayed",
-    "pages_in",
-    "replay",
-    "simulate",
-]
-
 NAMESPACE = namespace_key(b"a trace replayed")
 
 # sizes, as shares of what all pages of the trace take

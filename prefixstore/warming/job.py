@@ -1,10 +1,10 @@
 """A warming job: computes a list of prompts into a store, each shared prefix once.
 
-The prompts are the leaves of a trie of tokens, which a job visits depth first, from any of them on. To return to a
-branch, the live context is cut there, or pages are restored if another job computed them. Nothing but the store records
-what is done, so a job that was killed is simply run again. Jobs on the same list begin at different prompts, skip what
-is stored, and go elsewhere when they meet what another job has stored. What two of them need at the same moment is
-computed twice: no more than some prompts.
+The prompts are the leaves of a trie of tokens, which a job visits depth first, beginning anywhere. At a branch it cuts
+the live context, or restores pages that another job has computed. Only the store records what is done: a job that was
+killed is simply run again. Jobs on the same list begin at different prompts, skip what is stored, and move elsewhere
+when they meet what another job has stored. What two of them need at the same moment is computed twice: a few prompts at
+most.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from prefixstore.warming.prompt_list import Problem, PromptLike, PromptTrie, tok
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Job", "Progress", "WarmReport", "estimate", "missing_tokens", "warm"]
-
-# How often a job asks how many bytes the store holds.
+# seconds between two looks at how many bytes the store holds
 BYTES_SECONDS = 0.5
-# A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
+# A snapshot is taken at the end of an evaluation, which a signal does not interrupt: so it is no longer than this.
 SNAPSHOT_BATCHES = 8
-# What was computed is written durably, and pinned, after such a share of the tokens of the list, and at least so many.
+# What was computed is made durable, and pinned, each time after 1/SHARE of the tokens of the list, and at least FEWEST.
 SHARE, FEWEST = 64, 256
-# why pages are left out in a store that is full
+# the reasons for which a full store drops pages
 NO_SPACE = (DropReason.BUDGET, DropReason.QUOTA, DropReason.FULL)
 
 
@@ -225,18 +223,18 @@ def _facts(trie: PromptTrie, n_missing: int, problems: Sequence[Problem]) -> dic
 
 
 def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> list[int]:
-    """For each prompt, how many of its tokens are neither stored nor shared with the prompt before it."""
+    """For each prompt, how many of its tokens are neither stored nor shared with the previous prompt."""
     stored = (store.path(trie.tokens(i), llm).n_tokens for i in range(len(trie)))
-    # a shorter match is not restored
+    # a match shorter than that is not restored
     usable = (n if n >= store.min_tokens else 0 for n in stored)
     return [max(0, trie.length(i) - max(trie.shared[i], n)) for i, n in enumerate(usable)]
 
 
 @dataclass
 class Job:
-    """One job, with a store that is attached to the model; `show` and `stop` are called after each batch.
+    """A job. The store is attached to the model; `show` and `stop` are called after each batch.
 
-    `is_full` says whether it ended because the store does not keep what it has computed.
+    `is_full` says whether it ended early because the store does not keep what it has computed.
     """
 
     llm: Llama
@@ -267,14 +265,14 @@ class Job:
         )
 
     def run(self) -> None:
-        """Visit all prompts; afterwards all are stored, or the job was interrupted, or the store is full."""
+        """Visit all prompts. After that all are stored, or the job was interrupted, or the store is full."""
         self._show()
         engine = self.store.engine
         with engine.counters.not_serving(), engine.write_queue.storing_all():
             try:
                 self._walk()
             finally:
-                # whatever ends the job
+                # however the job ends
                 self.store.capture(self.llm)
                 self.store.flush()
         self._asked_at = 0.0
@@ -285,7 +283,7 @@ class Job:
         size, n_kept, n_evaluated = max(FEWEST, self.trie.unique_tokens // SHARE), 0, 0
         at = random.randrange(len(left) or 1)
         while left and not self.is_full and not self._is_stopped():
-            # afterwards the next one is in this place
+            # popping a prompt moves the next one into its place
             at %= len(left)
             i = left.pop(at)
             was_stored = self._visit(i)
@@ -294,7 +292,7 @@ class Job:
             done.append(i)
             self._note_done(i)
             if was_stored and self._missing[i]:
-                # another job has stored it, and is on its way from here
+                # another job has stored it, and goes on from here
                 at = random.randrange(len(left) or 1)
             if not left or self.progress.evaluated_tokens >= n_evaluated + size:
                 self._keep(done[n_kept:])
@@ -306,12 +304,12 @@ class Job:
         return self.interrupted
 
     def _loses(self, done: list[int]) -> bool:
-        """Whether one of these prompts is not stored any more, or was never, because there was no space."""
+        """Whether one of these prompts is not stored, because there was no space for it."""
         before, self._n_lost = self._n_lost, self._lost()
         return self._n_lost > before and not all(self._path(i).n_tokens == self.trie.length(i) for i in done)
 
     def _lost(self) -> int:
-        """How many pages were evicted, or left out, for space."""
+        """How many pages were evicted or dropped for lack of space."""
         counters = self.store.engine.counters
         dropped = counters.group("dropped")
         return counters["evictions"] + sum(dropped.get(reason.value, 0) for reason in NO_SPACE)
@@ -320,16 +318,16 @@ class Job:
         return self.store.path(self.trie.tokens(i), self.llm)
 
     def _keep(self, done: list[int]) -> None:
-        """Write what was computed durably, and pin it."""
+        """Make what was computed durable, and pin it."""
         self.store.flush()
         for i in done if self.pin else ():
             self.store.pin(self.trie.tokens(i), self.llm)
 
     def _visit(self, i: int) -> bool:
-        """Store a prompt; returns whether it was stored already."""
+        """Compute and capture a prompt; returns whether it was stored already."""
         tokens, path = self.trie.tokens(i), self._path(i)
         if path.n_tokens == len(tokens):
-            # warming a stored prompt again counts as a use, like a restore, and extends its time to live
+            # a use, like a restore: it renews the time to live
             self.store.engine.touch(self._namespace, path.pages, len(tokens))
             return True
         at = self.store.restore(tokens, self.llm, always=True)

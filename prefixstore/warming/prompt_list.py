@@ -18,8 +18,6 @@ from prefixstore.format.keys import TOKEN_BYTES, Tokens, TokenSequence, as_token
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Problem", "Prompt", "PromptLike", "PromptTrie", "read_prompts", "tokenized", "tokens_of_prompt"]
-
 LINES = (".jsonl", ".ndjson")
 KINDS = ("prompt", "messages", "tokens")
 CHAT_OPTIONS = ("tools", "tool_choice", "functions", "function_call")

@@ -11,8 +11,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens, as_tokens, common_prefix
 from prefixstore.llama.binding import is_multimodal, prompt_start
 
-__all__ = ["chat_tokens", "text_tokens"]
-
 # Two possible next messages, whose first tokens differ. What the template puts before them is the same.
 NEXT = ("A", "1")
 

@@ -32,8 +32,6 @@ from prefixstore.errors import CorruptError, UnavailableError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["NOTE", "CheckedFile", "damaged", "require_sound"]
-
 # the name of the file
 NOTE = "checked"
 # what ends a process that follows a wrong pointer; other signals come from outside

@@ -25,8 +25,6 @@ from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["FILE_EXTRA", "FORMAT", "LMDB_VERSION", "META", "Environment", "acquire"]
-
 SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE

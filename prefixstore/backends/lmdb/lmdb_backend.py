@@ -28,8 +28,6 @@ from prefixstore.backends.lmdb.environment import FILE_EXTRA, META, Environment,
 from prefixstore.backends.location import path_of
 from prefixstore.format.record import Buffer
 
-__all__ = ["LMDBBackend", "open_lmdb"]
-
 FILE_FACTOR = 1.25
 # what the keys of payloads and of rows begin with
 PAYLOAD, ROW = b"p", b"r"

@@ -20,8 +20,6 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["lmdb_error", "not_opened", "prepare_directory"]
-
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 

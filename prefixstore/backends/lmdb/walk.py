@@ -24,8 +24,6 @@ if __name__ == "__main__":
 
 import lmdb
 
-__all__ = ["DAMAGED", "MAGIC", "MAX_READERS", "SOUND"]
-
 # what the script prints; why it is damaged follows
 SOUND = "sound"
 DAMAGED = "damaged: "

@@ -28,8 +28,6 @@ from prefixstore.backends.objects.read_ahead import Arrived
 from prefixstore.errors import InvalidParameterError, LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["Bucket", "Client", "Listed", "Version"]
-
 # Seconds: to connect; for one request with its body; without a byte from the server, while a body is sent, too.
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 120.0

@@ -21,8 +21,6 @@ from prefixstore.backends.objects.store_state import GoneError, State, Store
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ObjectsBackend", "ObjectsView", "open_objects"]
-
 log = logging.getLogger("prefixstore")
 
 # how often rows are read again because others were committed meanwhile, or a payload because it was replaced

@@ -18,8 +18,6 @@ from typing import TypeAlias, TypeVar
 from prefixstore.backends.threads import Answer, Threads
 from prefixstore.errors import UnavailableError
 
-__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "ReadWindow", "ahead", "at_once"]
-
 # payloads that are read at a time, and bytes that payloads may hold, beside one of any size
 AT_ONCE = 8
 HELD_BYTES = 64 << 20

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from prefixstore.backends.contract import Costs
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "FOLDER_BYTES", "Stored", "key_in", "listing", "name_of", "new_payload", "payload_name"]
-
 # Of a key: what the first folder of an object's name says, which is all that can be listed on its own, and each further
 # part. Servers that keep objects in files have names of at most 255 bytes, and payloads have more in theirs.
 FOLDER_BYTES = 16

@@ -31,8 +31,6 @@ from prefixstore.backends.threads import start_thread
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["STORE", "GoneError", "State", "Store"]
-
 STORE = "prefixstore.json"
 FORMAT = 5
 # a version that the object never has

@@ -25,8 +25,6 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "pieces_of", "sql_error"]
-
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
 APPLICATION_ID = 0x70667873

@@ -14,8 +14,6 @@ from prefixstore.backends.forks import adding
 from prefixstore.backends.sql import database_of
 from prefixstore.errors import IncompatibleError, LocationError
 
-__all__ = ["HEAD", "VERSION_TABLE", "check_schema", "migrations_directory", "statements", "upgrade"]
-
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "4"
 VERSION_TABLE = "prefixstore_schema"

@@ -23,8 +23,6 @@ from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write_to_postgresql
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 
-__all__ = ["PostgreSQL"]
-
 LOCK_SECONDS = 30
 # a process that stops in the middle of a transaction blocks the others no longer than this
 IDLE_SECONDS = 60

@@ -31,8 +31,6 @@ from prefixstore.format.record import Buffer
 if TYPE_CHECKING:
     from prefixstore.backends.sql.postgresql import PostgreSQL
 
-__all__ = ["COSTS", "COUNT_AGAIN", "META_ROW", "PostgreSQLView", "write_to_postgresql"]
-
 # The most that a row, and a payload, takes besides its bytes: its key in the index, the last chunk; measured.
 ROW_BYTES = PAYLOAD_BYTES = 1280
 BASE_BYTES = 256 << 10

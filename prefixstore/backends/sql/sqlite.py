@@ -33,8 +33,6 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["SQLite"]
-
 # a writer waits for others, a completion that reads does not
 BUSY_SECONDS = 60.0
 READ_SECONDS = 1.0

@@ -15,8 +15,6 @@ from prefixstore.backends.contract import Change, Costs, Range, Row, View
 from prefixstore.backends.sql.database import PIECE_BYTES, Database, pieces_of
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "PAGE_BYTES", "SQLiteView", "write_to_sqlite"]
-
 # keys in one statement; SQLite takes no more than 32,766 parameters
 MOST_KEYS = 10_000
 # of the file

@@ -38,8 +38,6 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["Address", "Connections", "reply_to", "translated"]
-
 T = TypeVar("T")
 DEFAULT = {"host": "localhost", "port": 6379}
 DEFAULT_NAME = "prefixstore"

@@ -10,21 +10,6 @@ from typing import NamedTuple
 
 from prefixstore.backends.contract import Change, Costs
 
-__all__ = [
-    "BEGIN",
-    "COMMIT",
-    "COSTS",
-    "HEAD",
-    "KEEP",
-    "MAGIC",
-    "RANGES",
-    "TICK",
-    "VALKEY_VERSION",
-    "VALUE_AT",
-    "Names",
-    "packed",
-]
-
 MAGIC = b"prefixstore"
 # of the keys of a location and what is in them
 VALKEY_VERSION = 5

@@ -25,8 +25,6 @@ from prefixstore.backends.valkey.valkey_view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ValkeyBackend", "open_valkey"]
-
 # a process that stops in the middle of an update keeps others from writing no longer than this
 LOCK_MILLISECONDS = 15_000
 RENEW_SECONDS = 3.0

@@ -25,8 +25,6 @@ from prefixstore.backends.valkey.scripts import HEAD, MAGIC, RANGES, VALKEY_VERS
 from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ServerView", "bytes_in", "size"]
-
 # of an empty location
 BASE_BYTES = 4096
 # what the script answers: how many rows; of each the lengths of its key and of what is stored

@@ -23,8 +23,6 @@ from prefixstore.llama.state.parse import ROWS, parse_sequence
 from prefixstore.llama.state.shape import SEQUENCE_0, U32, StateShape
 from prefixstore.llama.state.view import StateView, zeros
 
-__all__ = ["CHUNKED", "HIDDEN_ROWS", "OWN_FORMAT", "SHORT_PAGE", "Form", "Window"]
-
 # the architecture whose window is in chunks; those whose memory is written in a format of its own, and cannot step back
 CHUNKED = "llama4"
 OWN_FORMAT = ("deepseek4",)

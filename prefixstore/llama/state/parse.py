@@ -20,8 +20,6 @@ from prefixstore.format.record import Buffer
 from prefixstore.llama.state.shape import MAX_POSITION, PAIR, SEQUENCE_0, U32
 from prefixstore.llama.state.view import Bytes, Recurrent, Section, StateView, Tensor
 
-__all__ = ["ROWS", "parse_memory", "parse_sequence"]
-
 ROWS = struct.Struct("<iQ")  # type, bytes of a row
 CHANNELS = struct.Struct("<iII")  # type, bytes of an element, channels
 CELL = struct.Struct("<iI")  # position, number of sequences

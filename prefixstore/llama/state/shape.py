@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from prefixstore.format.record import Buffer
 
-__all__ = ["MAX_POSITION", "PAIR", "SEQUENCE_0", "U32", "SectionShape", "StateShape", "complete_cells"]
-
 U32 = struct.Struct("<I")
 PAIR = struct.Struct("<II")
 # what the state of sequence 0 begins with

@@ -28,8 +28,6 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.state.shape import PAIR, SEQUENCE_0, U32, SectionShape, StateShape
 
-__all__ = ["Assembly", "Bytes", "Recurrent", "Section", "StateView", "Tensor", "zeros"]
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 NO_EXTRA: Bytes = np.empty((0, 0), np.uint8)
