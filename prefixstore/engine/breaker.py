@@ -126,10 +126,10 @@ class CircuitBreaker:
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
             starts = open_seconds > SHORT_OPEN and not self._is_probing and not self._closing.is_set()
-            self._is_probing = self._is_probing or starts
             if starts:
-                with suppress(RuntimeError):  # the interpreter is shutting down; there will be no more requests
+                with suppress(RuntimeError):  # there is no thread now: the next failure tries again
                     start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
+                    self._is_probing = True
         if starts:
             log.warning("the location is not used until a probe succeeds: %s", why)
             self._counters.count("outages")

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import closing, contextmanager
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,6 +62,14 @@ def test_after_a_fast_failure_the_circuit_is_open_only_briefly(breaker, clock):
         pytest.fail("nothing is asked")
     clock[0] += 0.011 * module.OPEN_FACTOR
     assert not breaker.is_open
+
+
+def test_a_probe_for_which_there_was_no_thread_is_started_by_the_next_failure(breaker, clock, monkeypatch):
+    started = []
+    for error in (RuntimeError("can't start new thread"), None, None):
+        monkeypatch.setattr(module, "start_thread", Mock(side_effect=error or (lambda *_, name: started.append(name))))
+        breaker.hangs()
+    assert len(started) == 1
 
 
 def test_a_damaged_page_does_not_open_the_circuit(breaker, clock):
