@@ -226,15 +226,14 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
 
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
     """The first page below a row, or the last one; None if it leads to none."""
-    while True:
-        child = ChildRow.unpack(rows[0].value) if rows else None
-        if child is None or (child.page is not None and not (child.has_more and last)):
-            return child.page if child is not None else None
-        # pages that go on come after the one that ends here
-        below = view.ranges([under(node_below(rows[0].key), 1)._replace(reverse=last)])[0]
-        if not below:
-            return child.page
-        rows = below
+    found = None
+    while rows and (child := ChildRow.unpack(rows[0].value)) is not None:
+        found = child.page
+        if found is not None and not (child.has_more and last):
+            break
+        # those that go on come after the one that ends here
+        rows = view.ranges([under(node_below(rows[0].key), 1)._replace(reverse=last)])[0]
+    return found
 
 
 def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) -> list[list[bytes]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixstore.engine.page import Page
 from prefixstore.maintenance.archive import Archive
 from prefixstore.store import PrefixStore
 
@@ -41,16 +40,10 @@ class Comparison:
         return self.restored == self.n_tokens - 1 and self.share <= bound
 
 
-def sample_leaves(archive: Archive, namespace: bytes, n: int, seed: int = 0) -> list[Page]:
-    """At most `n` pages that end a stored sequence, chosen at random."""
-    leaves = [page for page in archive.pages(namespace) if page.is_leaf and page.end > 1]
-    return random.Random(seed).sample(leaves, min(n, len(leaves)))
-
-
 def compare_computed(
     llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0
 ) -> Iterator[Comparison]:
-    """Compute `n` stored sequences of an archive again, and compare the results.
+    """Compute at most `n` stored sequences of an archive again, chosen at random, and compare the results.
 
     The context of the model is overwritten. The store, on the same location, is attached to the model; it is detached,
     so that nothing that is computed here is stored.
@@ -59,7 +52,8 @@ def compare_computed(
 
     namespace = store.hook_of(llm).context.namespace.key
     store.detach(llm)
-    for page in sample_leaves(archive, namespace, n, seed):
+    leaves = [page for page in archive.pages(namespace) if page.is_leaf and page.end > 1]
+    for page in random.Random(seed).sample(leaves, min(n, len(leaves))):
         stored = b"".join(one.tokens for one in archive.path(page))
         tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
         llm.reset()
