@@ -57,12 +57,6 @@ def test_a_sealed_record_of_an_impossible_page_is_refused(fields):
     assert (head_of(record.pack()) is None) == bool({"raw_bytes", "stored_bytes"} & fields.keys())
 
 
-@pytest.mark.parametrize("fields", [{"last_used": 2**63}, {"last_used": 0, "expires": 2**64 - 1}])
-def test_a_time_too_large_for_a_database_is_not_a_valid_usage(fields):
-    with pytest.raises(CorruptError, match="usage"):
-        Usage.unpack(Usage(**fields).pack())
-
-
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("start", [1, 2**31, 2**32 - 1])
 def test_a_page_that_does_not_start_where_its_parent_ends_is_not_found_and_is_deleted(tmp_path, request, scheme, start):
