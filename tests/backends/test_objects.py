@@ -5,11 +5,14 @@ import random
 import threading
 import time
 from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import pytest
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.contract import ConflictError, Range
+from prefixstore.backends.objects import bucket as bucket_module
 from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects import store_state as store_module
 from prefixstore.backends.objects.bucket import Bucket, Client
@@ -27,7 +30,7 @@ from prefixstore.testing import PersistentBackendContract
 from prefixstore.testing.together import together
 from tests.support import PATIENCE, python
 from tests.support.engines import A, B, store_of
-from tests.support.http_proxy import HTTPProxy
+from tests.support.http_proxy import PASS, HTTPProxy
 from tests.support.models import TORTURE
 from tests.support.places import MIB, contents, fill, opened, refusal, space
 from tests.support.rows import delete, key_of, payload_of, rows_of, write
@@ -301,6 +304,26 @@ def test_what_does_not_change_is_read_twice_however_fast_others_write(new_prefix
             monkeypatch.setattr(reader._client, "get", counted)
             assert None not in view.get([key_of(1), key_of(2)])
         assert sum(n_read) <= 4
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_whose_parts_the_server_has_forgotten_is_not_taken_for_written(moto, credentials, monkeypatch):
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * MIB)
+
+    def forget(method, path, number):
+        name, _, upload = path.partition("?partNumber=1&")
+        if upload:
+            server = HTTPConnection(urlsplit(moto.endpoint).netloc)
+            server.request("DELETE", f"{name}?{upload}")
+            assert server.getresponse().status in (204, 404)
+        return PASS
+
+    with closing(HTTPProxy(moto.endpoint, forget)) as proxy, rows_at(prefix_on(moto, proxy.endpoint)) as backend:
+        with pytest.raises(UnavailableError, match="NoSuchUpload"):
+            write(backend, 1, 12 * MIB)
+        assert rows_of(backend) == {}
 
 
 # -- writers side by side ----------------------------------------------------------------------------------------------

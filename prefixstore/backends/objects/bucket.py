@@ -38,8 +38,9 @@ RETRY_SECONDS = 15.0
 # objects that one request lists or deletes
 LISTED_AT_ONCE = 1000
 DELETED_AT_ONCE = 1000
-# of a payload, received at a time
+# of a payload, received at a time; and what is larger is sent in parts, which are three requests more
 PIECE_BYTES = 256 << 10
+PART_BYTES = 64 << 20
 # what a server says of a bucket that there is not; what obstore raises where it gives up
 NO_BUCKET = "NoSuchBucket"
 PANIC = "PanicException"
@@ -216,7 +217,15 @@ class Client:
     def put(self, name: str, data: Buffer, mode: str | Version = "overwrite") -> Version | None:
         """Write an object; with the mode ``"create"``, or a version, only if there is none, or that one: or None."""
         how: Any = mode if isinstance(mode, str) else dict(mode)
-        return self._asked(lambda: _version(obstore.put(self._opened(), name, data, mode=how)))
+
+        def work() -> Version:
+            return _version(obstore.put(self._opened(), name, data, mode=how, chunk_size=PART_BYTES))
+
+        if mode != "overwrite":
+            return self._asked(work)
+        # of an object in parts, which the server has forgotten, it says that there is none
+        with self._translated():
+            return work()
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that are gone already do not count."""
@@ -273,6 +282,8 @@ class Client:
         except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
             raise LocationError(f"{self.where} cannot be opened ({type(error).__name__})") from None
         except FileNotFoundError as error:
+            if NO_BUCKET not in str(error):
+                raise UnavailableError(f"{self.where}: {_reason(error)}") from None
             raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise UnavailableError(f"{self.where}: {_reason(error)}") from None
