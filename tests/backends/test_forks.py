@@ -1,11 +1,10 @@
 """What is held while the process forks, and renewed in the child."""
 
-import os
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -15,16 +14,6 @@ from prefixstore.backends.forks import HandleLock, adding, is_quiet, register_at
 from prefixstore.errors import UnavailableError
 from prefixstore.testing.together import in_child, together
 from tests.support import ROOT, outcome
-
-
-def exit_code_of_child(work):
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with suppress(BaseException):
-            code = work()
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Noting:
@@ -51,8 +40,8 @@ def test_handles_are_held_and_renewed_first_and_one_that_fails_does_not_keep_the
     locks = [HandleLock(), HandleLock()]
     kept = [Noting("engine", calls), Noting("one", calls, locks[0], error), Noting("two", calls, locks[1])]
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    in_child = ["child one quiet", "child two quiet", "child engine"]
-    assert exit_code_of_child(lambda: 7 if calls[2:] == in_child and is_free(*locks) else 1) == 7
+    after = ["child one quiet", "child two quiet", "child engine"]
+    assert in_child(lambda: calls[2:] == after and is_free(*locks))
     assert [report.exc_type for report in reported] == [error] * (error is not None)
     assert calls == ["before one", "before two"]
     assert is_free(*locks)

@@ -98,6 +98,7 @@ def payloads(backend):
     ("url", "says"),
     [
         ("s3://", "names no bucket"),
+        ("file:///kv", "no conditional writes; use lmdb:///path"),
         ("s3://bucket/a//b", "empty segment"),
         ("s3://bucket/a?secret_access_key=hunter2", "unknown option"),
         ("s3://me:hunter2@bucket/a", "credentials"),
@@ -157,13 +158,6 @@ def test_a_server_that_ignores_conditions_is_refused(moto, credentials):
             assert "ignores conditions" in refusal(url)
             assert set(rows_of(backend)) == {key_of(1)}
             write(backend, 2)
-
-
-def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
-    message = refusal(f"file://{tmp_path}/kv")
-    assert message.startswith("InvalidParameterError: ")
-    assert "lmdb://" in message
-    assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.parametrize(

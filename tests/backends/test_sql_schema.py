@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import NullPool, create_engine, inspect
 
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES
@@ -61,6 +61,10 @@ def write_old(url):
         return contents(backend)
 
 
+def engine_of(url):
+    return create_engine(url, poolclass=NullPool)
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty_url(request, tmp_path):
     """Where no store is."""
@@ -90,14 +94,9 @@ def test_the_newest_revision_in_the_code_is_that_of_the_migrations():
 
 def test_the_migrations_make_our_tables_and_no_index_but_their_keys(empty_url):
     migrate.upgrade(empty_url)
-    engine = create_engine(empty_url)
-    try:
-        with engine.connect() as connection:
-            tables = inspect(connection)
-            assert set(tables.get_table_names()) == {*TABLES, VERSION_TABLE}
-            assert [tables.get_indexes(name) for name in TABLES] == [[]] * 3
-    finally:
-        engine.dispose()
+    tables = inspect(engine_of(empty_url))
+    assert set(tables.get_table_names()) == {*TABLES, VERSION_TABLE}
+    assert [tables.get_indexes(name) for name in TABLES] == [[]] * 3
 
 
 def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_when_it_is_opened(tmp_path):
@@ -132,10 +131,8 @@ def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new
 
 def test_a_newer_schema_is_refused_and_untouched(empty_url):
     migrate.upgrade(empty_url)
-    engine = create_engine(empty_url)
-    with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-    engine.dispose()
+    with opened(empty_url) as backend:
+        change(backend, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
     for use in (refusal, lambda url: refusal(url, read_only=True)):
         message = use(empty_url)
         assert message.startswith("IncompatibleError: ")
@@ -165,10 +162,7 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         assert message.startswith("LocationError: ")
         assert "prefixstore migrate" in message
     assert migrate.check_schema(url) is None
-    engine = create_engine(url)
-    with engine.connect() as connection:
-        assert inspect(connection).get_table_names() == []
-    engine.dispose()
+    assert inspect(engine_of(url)).get_table_names() == []
 
 
 @pytest.mark.parametrize(
@@ -185,18 +179,14 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
 )
 def test_tables_of_another_application_with_our_names_are_refused_and_untouched(new_database, tables):
     url = new_database(empty=True)
-    engine = create_engine(url)
-    with engine.begin() as connection:
+    with engine_of(url).begin() as connection:
         connection.connection.cursor().execute(tables)
-    with engine.connect() as connection:
-        before = inspect(connection).get_table_names()
+    before = inspect(engine_of(url)).get_table_names()
     assert refusal(url).startswith("IncompatibleError: ")
     assert "another application" in refusal(url)
     with pytest.raises(IncompatibleError, match="another application"):
         migrate.upgrade(url)
-    with engine.connect() as connection:
-        assert inspect(connection).get_table_names() == before
-    engine.dispose()
+    assert inspect(engine_of(url)).get_table_names() == before
 
 
 def test_a_store_may_share_its_database_with_others(new_database):
