@@ -39,10 +39,10 @@ from tests.support.valkey import named, private_valkey, remove, user, valkey_cli
 MIB = 1 << 20
 
 
-class Locations:
+class TestOverASocket(PersistentBackendContract):
     """Each directory of a test is a location of its own."""
 
-    tcp = False
+    kills, tcp = 3, False
 
     @pytest.fixture(autouse=True)
     def locations(self, new_valkey, monkeypatch, request):
@@ -56,10 +56,6 @@ class Locations:
         if tmp_path not in self.urls:
             self.urls[tmp_path] = self.new(tcp=self.tcp)
         return self.urls[tmp_path]
-
-
-class TestOverASocket(Locations, PersistentBackendContract):
-    kills = 3
 
     def open_backend(self, tmp_path):
         return open_valkey(self.url(tmp_path), max_bytes=64 * MIB, read_only=False)
