@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from prefixstore import PrefixStore
@@ -14,6 +16,22 @@ KINDS = {
     "hybrid": ("lfm2", {}),
 }
 OPTIONS = {"page_tokens": 16, "min_tokens": 4, "snapshot_interval": 32}
+
+
+class Turn(NamedTuple):
+    """A completion in a session: where its tokens came from, and what the session holds then."""
+
+    source: str
+    n_live: int
+    n_restored: int
+    text: str
+    tokens: list[int]
+
+
+def turn(sessions, name, tokens, n=6) -> Turn:
+    with sessions.admit(name) as session:
+        text = session.create_completion(tokens, max_tokens=n, temperature=0)["choices"][0]["text"]
+        return Turn(session.source, session.n_live, session.n_restored, text, session.tokens.tolist())
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 
 from prefixstore import BusyError
 from prefixstore.testing.together import together
-from tests.sessions.conftest import SMALL
-from tests.sessions.test_sessions import turn
+from tests.sessions.conftest import SMALL, turn
 from tests.support.models import answer, forget, prompt
 from tests.support.trust import Injected, failing
 

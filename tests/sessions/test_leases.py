@@ -14,8 +14,7 @@ from prefixstore import BusyError, MisuseError, StaleLeaseError
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Table
-from tests.sessions.conftest import SMALL
-from tests.sessions.test_sessions import turn
+from tests.sessions.conftest import SMALL, turn
 from tests.support import in_fork, outcome
 from tests.support.models import answer, forget, prompt
 

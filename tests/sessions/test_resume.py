@@ -10,26 +10,16 @@ import pytest
 from prefixstore.engine.delete import Choice
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.maintenance.archive import Archive
-from tests.sessions.conftest import KINDS, OPTIONS, SMALL
+from tests.sessions.conftest import KINDS, OPTIONS, SMALL, turn
 from tests.support import python
+from tests.support.engines import note_of
 from tests.support.models import answer, forget, prompt
-
-
-def turn(sessions, name, tokens, n=6):
-    with sessions.admit(name) as session:
-        text = session.create_completion(tokens, max_tokens=n, temperature=0)["choices"][0]["text"]
-        return session.source, session.n_restored, text, session.tokens.tolist()
-
-
-def note_of(store):
-    with store.engine.view() as view:
-        return view.note(bookmarks_note(store.namespace.key))
-
 
 # a turn in each session, made durable, and their tokens printed; then more turns, until the process is killed
 CONVERSE = """
 import itertools, json, sys
 from prefixstore import PrefixStore
+from tests.support.engines import note_of
 from tests.support.models import load, prompt
 from tests.support.timeouts import disable_timeouts
 
@@ -70,16 +60,16 @@ def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store,
             assert session.tokens.tolist() == tokens
             assert session.n_live + session.n_restored == len(tokens)
         new = tokens + prompt(9, seed=9 + i)
-        assert turn(sessions, name, new)[2] == answer(alone, new, 6)
+        assert turn(sessions, name, new).text == answer(alone, new, 6)
     assert store.check() == []
 
 
 def test_without_a_write_thread_they_are_kept_as_well(llm, open_store):
     store = open_store(llm, write_behind=False)
-    held = turn(store.sessions(), "alice", prompt(50))[3]
+    held = turn(store.sessions(), "alice", prompt(50)).tokens
     store.close()
     forget(llm)
-    assert turn(open_store(llm).sessions(), "alice", [*held, 5])[:2] == ("store", len(held))
+    assert turn(open_store(llm).sessions(), "alice", [*held, 5])[:3] == ("store", 0, len(held))
 
 
 def test_a_discarded_session_is_not_resumed(llm, open_store):
@@ -103,9 +93,9 @@ def left(llm, open_store):
     sessions = store.sessions()
     shared = prompt(40)
     held = {
-        "alice": turn(sessions, "alice", shared + prompt(30, seed=1))[3],
-        "bob": turn(sessions, "bob", shared + prompt(30, seed=2))[3],
-        "carol": turn(sessions, "carol", prompt(70, seed=3))[3],
+        "alice": turn(sessions, "alice", shared + prompt(30, seed=1)).tokens,
+        "bob": turn(sessions, "bob", shared + prompt(30, seed=2)).tokens,
+        "carol": turn(sessions, "carol", prompt(70, seed=3)).tokens,
     }
     store.close()
     forget(llm)
@@ -130,7 +120,7 @@ def test_a_purge_removes_the_names_of_what_it_deletes(purged, stay, left, llm, t
     with Archive(tmp_path / "kv") as archive:
         archive.purge(**purged)
     store = open_store(llm, salt="tenant")
-    note = note_of(store)
+    note = note_of(store, bookmarks_note(store.namespace.key))
     for name in left:
         assert (name in store.sessions().names()) == (name in stay)
     if not stay:
@@ -168,7 +158,7 @@ def test_clear_removes_them(left, llm, open_store):
     assert len(sessions.names()) == 4
     store.clear()
     assert sessions.names() == []
-    assert note_of(store) is None
+    assert note_of(store, bookmarks_note(store.namespace.key)) is None
 
 
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
@@ -184,7 +174,7 @@ def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
 def test_a_purge_of_nothing_deletes_no_session_whose_pages_were_evicted_in_part(llm, open_store):
     store = open_store(llm)
     sessions = store.sessions()
-    held = [turn(sessions, name, prompt(100, seed=i))[3] for i, name in enumerate(("alice", "bob"))]
+    held = [turn(sessions, name, prompt(100, seed=i)).tokens for i, name in enumerate(("alice", "bob"))]
     store.flush()
     while len(store.engine.bookmarks.whole(store.namespace.key)) == 2:
         assert store.evict(store.cache_size - 1).pages
@@ -219,14 +209,14 @@ def test_what_another_process_has_left_later_counts_and_after_a_discard(llm, lla
     here, there = one.sessions(), two.sessions()
     turn(here, "alice", prompt(40))
     one.flush()
-    later = turn(there, "alice", prompt(70, seed=1))[3]
+    later = turn(there, "alice", prompt(70, seed=1)).tokens
     two.flush()
     with here.admit("alice") as session:
         assert session.tokens.tolist() == later
     with pytest.raises(ZeroDivisionError), here.admit("alice"):
         raise ZeroDivisionError
     # not written yet, when the other process leaves it once more
-    later = turn(there, "alice", prompt(80, seed=2))[3]
+    later = turn(there, "alice", prompt(80, seed=2)).tokens
     two.flush()
     one.flush()
     assert "alice" in here.names()

@@ -14,15 +14,8 @@ from prefixstore import (
     StaleLeaseError,
 )
 from prefixstore.sessions.session import Session
-from tests.sessions.conftest import KINDS, SMALL
+from tests.sessions.conftest import KINDS, SMALL, turn
 from tests.support.models import answer, forget, load, logits, prompt
-
-
-def turn(sessions, name, tokens, n=6, **options):
-    """A completion in a session, and where its tokens came from."""
-    with sessions.admit(name, **options) as session:
-        text = session.create_completion(tokens, max_tokens=n, temperature=0)["choices"][0]["text"]
-        return session.source, session.n_live, session.n_restored, text, session.tokens.tolist()
 
 
 def fail_in_a_block(sessions, name):
