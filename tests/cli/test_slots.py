@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.llama_server import Running
 
-N = 300
-
 
 @pytest.fixture
 def run(run):

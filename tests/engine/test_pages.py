@@ -20,7 +20,6 @@ from tests.support.pages import NAMESPACE, make_page
 from tests.support.places import KEY, MIB, fill, space, write_rows
 
 MISSING = bytes(KEY_BYTES)
-SETTINGS = b'{"label":"pages"}'
 
 
 @pytest.fixture(params=["memory", "lmdb", "encrypted"])
@@ -29,14 +28,6 @@ def backend(request, tmp_path):
     key = KEY if request.param == "encrypted" else None
     with closing(open_pages(location, max_bytes=64 * MIB, key=key)) as found:
         yield found
-
-
-def put(transaction, number, size=100):
-    """Put the first page number `number`, and return its key."""
-    key, record = make_page(bytes(size), [number, number + 1])
-    transaction.put_namespace(NAMESPACE, SETTINGS)
-    transaction.put(key, record, Usage(1), bytes(size))
-    return key
 
 
 # -- reading and writing -----------------------------------------------------------------------------------------------

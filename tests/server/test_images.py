@@ -45,11 +45,6 @@ def chat(image: int, *turns: str, system: str = SYSTEM) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 10, "temperature": 0}
 
 
-def raw(marker: str, image: int, text: str = SYSTEM) -> dict[str, Any]:
-    prompt = {"prompt_string": f"{text} {marker} What is it?", "multimodal_data": [picture(image)]}
-    return {"prompt": prompt, "n_predict": 10, "temperature": 0}
-
-
 def ask(served: Served, body: dict[str, Any], path: str = CHAT) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt were not computed."""
     answer = served.post(path, json=body)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.signals import started, suspend
+from tests.support.signals import started
 
 _numbers = itertools.count(1)
 
@@ -96,13 +95,6 @@ class ValkeyServer:
         self.process.wait(60)
         self.socket.unlink(missing_ok=True)
 
-    def pause(self) -> None:
-        """Have it answer no one."""
-        suspend(self.process)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
     def client(self, **options: Any) -> Any:
         """A client of the usual kind."""
         import valkey
@@ -121,7 +113,6 @@ def private_valkey(**options: str) -> Iterator[ValkeyServer]:
         try:
             yield server
         finally:
-            server.go_on()
             server.kill()
 
 
