@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import json
 import os
 import random
@@ -14,51 +13,38 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
-from prefixstore import PrefixStore, StorageError
-from prefixstore.engine.pending import PendingPage
-from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
-from prefixstore.format.namespace import Namespace
-from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import export_store, import_store
+from prefixstore import StorageError
+from prefixstore.format.keys import as_tokens
+from tests.model.driver import Store, key_of
+from tests.model.reference import LARGE, P, Page, Space, pages_of
 from tests.support import PATIENCE, in_fork
-from tests.support.engines import compressible
 from tests.support.timeouts import disable_timeouts, wait_for
 
-P = 4
 # of a thread, in a bounded attack
 ACTS = 60
-SIZES = (0, 1, 900, 20_000, 90_000)
 NOTE = b"crowd"
-TENANTS = ("one", "two", None)
+SPACES = [Space("a", "one"), Space("a", "two"), Space("b", "one"), Space("recurrent", "two")]
+# of the stores of a process
+OPTIONS = {
+    "plain": {"codec": "planes"},
+    "with a quota": {"codec": "auto", "quota": True},
+    "with a time to live": {"codec": "zstd", "ttl": 0.5},
+}
 
 
-def state_of(key: bytes) -> bytes:
-    """What the page with this key must hold: its size and its bytes follow from it. Most can be compressed."""
-    size = SIZES[key[0] % len(SIZES)]
-    return compressible(key, size) if key[1] % 4 else np.random.default_rng(int.from_bytes(key, "little")).bytes(size)
-
-
-def open_store(location: str, max_bytes: int, salt: str | None, **options) -> PrefixStore:
-    return PrefixStore(
-        location, namespace="crowd", salt=salt, page_tokens=P, min_tokens=0, max_bytes=max_bytes, **options
-    )
-
-
-def space_of(store: PrefixStore) -> Namespace:
-    """The namespace of a store without a Llama: one for each tenant."""
-    return Namespace({"label": "crowd", "salt": store.parameters.salt, "page_tokens": P})
+def open_store(location: str, max_bytes: int, kind: str) -> Store:
+    options = {"max_bytes": max_bytes, "queue_bytes": "1MB", **OPTIONS[kind]}
+    if "quota" in options:
+        options["quota"] = max_bytes // 2
+    return Store([location], options)
 
 
 class Member:
     """One thread, and what it found."""
 
-    def __init__(self, seed: int, stores: list[PrefixStore], location: str, max_bytes: int) -> None:
+    def __init__(self, seed: int, stores: list[Store], max_bytes: int) -> None:
         self.chance = random.Random(seed)
         self.stores = stores
-        self.location = location
         self.max_bytes = max_bytes
         self.done: Counter[str] = Counter()
         self.n_acts = self.noted = 0
@@ -82,115 +68,86 @@ class Member:
             except BaseException as error:  # noqa: BLE001 - reported
                 self.problems.append(f"{act.__name__}: {error!r}\n{traceback.format_exc()}")
 
-    def tokens(self) -> list[int]:
+    def prompt(self) -> tuple[Space, tuple[int, ...]]:
         n = self.chance.choice([3, 4, 8, 9, 16, 17, 24])
-        return [self.chance.choice([1, 1, 1, 1, 2, 3]) for _ in range(n)]
+        return self.chance.choice(SPACES), tuple(self.chance.choice([1, 1, 1, 2, LARGE]) for _ in range(n))
 
-    def capture(self, store: PrefixStore) -> None:
-        engine, namespace = store.engine, space_of(store)
-        raw = as_tokens(self.tokens()).tobytes()
-        engine.match(namespace.key, as_tokens(np.frombuffer(raw, "<i4")), P)
-        parent = namespace.key
-        for start in range(0, len(raw), 4 * P):
-            piece = raw[start : start + 4 * P]
-            view = len(piece) < 4 * P and self.chance.random() < 0.3
-            form = SNAPSHOT if view else PAGE
-            key = page_key(parent, piece, form)
-            if not engine.lookups.has(key):
-                state = state_of(key)
-                buffer = engine.write_queue.acquire(len(state))
-                if buffer is None:
-                    return
-                buffer.view[:] = state
-                new = PendingPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
-                engine.write_queue.submit(new)
-            parent = key
+    def capture(self, store: Store) -> None:
+        space, tokens = self.prompt()
+        store.match(space, tokens)
+        for page in pages_of(space, tokens):
+            if not store.engine.lookups.has(key_of(page)):
+                store.submit(page)
 
-    def fetch(self, store: PrefixStore) -> None:
-        engine, namespace = store.engine, space_of(store).key
-        tokens = as_tokens(self.tokens())
-        if self.chance.random() < 0.2:
-            path = engine.match_snapshot(namespace, tokens, P, len(tokens))
-        else:
-            path = engine.match(namespace, tokens, P)
-        raw = tokens.tobytes()
-        loaded = []
-        with engine.fetching(path.pages, streamed=self.chance.random() < 0.5) as states:
-            for page, state in zip(path.pages, states, strict=False):
-                if bytes(state) != state_of(page.key):
-                    raise AssertionError(f"page {page.key.hex()} is not what was captured")
-                shared = min(len(page.tokens), len(raw) - 4 * page.start)
-                wanted = raw[4 * page.start : 4 * page.start + shared]
-                if page is not path.pages[-1] and page.tokens != wanted:
-                    raise AssertionError("a page of other tokens was found")
-                loaded.append(page)
-        engine.touch(namespace, loaded)
-        engine.write_queue.nudge()
+    def fetch(self, store: Store) -> None:
+        space, tokens = self.prompt()
+        found = store.restore(space, tokens, streamed=self.chance.random() < 0.5)
+        assert found is not None
+        require_right(space, tokens, found[1])
+        store.engine.captures.nudge()
 
-    def pin(self, store: PrefixStore) -> None:
-        store.engine.upkeep.pin(space_of(store).key, as_tokens(self.tokens()[:8]), P, pinned=True)
+    def pin(self, store: Store) -> None:
+        space, tokens = self.prompt()
+        store.pin(space, tokens[:8], pinned=True)
 
-    def unpin(self, store: PrefixStore) -> None:
+    def unpin(self, store: Store) -> None:
         # more often than pages are pinned, or all room would be pinned in the end
-        for start in ([1], [2], self.tokens()):
-            store.engine.upkeep.pin(space_of(store).key, as_tokens(start * 8), P, pinned=False)
+        for start in ((1,), (2,), self.prompt()[1]):
+            for space in SPACES:
+                store.pin(space, start * 8, pinned=False)
 
-    def thin(self, store: PrefixStore) -> None:
-        store.engine.write_queue.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
+    def thin(self, store: Store) -> None:
+        space, tokens = self.prompt()
+        store.engine.captures.thin(key_of(space), as_tokens(tokens), P, 1, 8)
 
-    def flush(self, store: PrefixStore) -> None:
+    def flush(self, store: Store) -> None:
         store.flush()
 
-    def look(self, store: PrefixStore) -> None:
-        stats = store.stats()
-        if stats.bytes_used > self.max_bytes:
-            raise AssertionError(f"{stats.bytes_used} bytes of {self.max_bytes}")
-        require_bounds(store)
+    def look(self, store: Store) -> None:
+        used = store.stats().bytes_used
+        assert used <= self.max_bytes, f"{used} bytes of {self.max_bytes}"
+        # what is kept for pages is bounded: by what waits
+        with store.engine._catalog.lock:
+            assert len(store.engine._catalog._pending) <= 20_000
 
-    def note(self, store: PrefixStore) -> None:
+    def note(self, store: Store) -> None:
         store.engine.upkeep.change_note(NOTE, lambda value: str(int(value or b"0") + 1).encode())
         self.noted += 1
 
-    def clear(self, store: PrefixStore) -> None:
-        store.engine.upkeep.clear(space_of(store).key)
+    def clear(self, store: Store) -> None:
+        store.clear(self.prompt()[0])
 
-    def purge(self, _: PrefixStore) -> None:
-        with Archive(self.location, max_bytes=self.max_bytes) as archive:
-            archive.purge(tokens=self.tokens()[:5])
+    def purge(self, store: Store) -> None:
+        store.purge(tokens=list(self.prompt()[1][:5]))
 
-    def move(self, _: PrefixStore) -> None:
-        with Archive(self.location, max_bytes=self.max_bytes) as archive:
-            file = io.BytesIO()
-            export_store(archive, file)
-            file.seek(0)
-            archive.evict(self.max_bytes // 2)
-            import_store(ExportReader(file, "memory"), archive)
+    def move(self, store: Store) -> None:
+        exported = store.export()
+        store.evict(self.max_bytes // 2)
+        store.import_(exported)
 
-    def check(self, store: PrefixStore) -> None:
-        if problems := store.engine.upkeep.check():
-            raise AssertionError(str(problems[:3]))
+    def check(self, store: Store) -> None:
+        assert (problems := store.engine.upkeep.check()) == [], problems[:3]
 
 
-def require_bounds(store: PrefixStore) -> None:
-    """What is kept for pages is bounded: by what waits."""
-    catalog = store.engine._catalog
-    with catalog.lock:
-        pending = len(catalog._pending)
-    if pending > 20_000:
-        raise AssertionError(f"{pending} pages are pending")
+def require_right(space: Space, tokens: tuple[int, ...], states: list[tuple[Page, bytes]]) -> None:
+    """What a restore has given is what was captured, of this space and these tokens."""
+    for i, (page, state) in enumerate(states):
+        assert page.space == space, "a page of another space was found"
+        assert state == page.state, f"{page} is not what was captured"
+        assert i == len(states) - 1 or page.tokens == tokens[: len(page.tokens)], "a page of other tokens was found"
 
 
 def handles() -> int:
     return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
 
 
-def forked(stores: list[PrefixStore], kind: int) -> None:
+def forked(stores: list[Store], kind: int) -> None:
     """What a child does that was forked in the middle of the work: nothing; work, and close; or work, and end."""
     if kind == 0:
         return
     # shows where it hangs
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    member = Member(os.getpid(), stores, "", 1 << 62)
+    member = Member(os.getpid(), stores, 1 << 62)
     for _ in range(5):
         member.capture(stores[0])
         member.fetch(stores[0])
@@ -202,19 +159,8 @@ def forked(stores: list[PrefixStore], kind: int) -> None:
 def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, forks: int) -> dict:  # noqa: C901
     """Threads act at random, each so many times; what they did, and what was wrong."""
     before_threads = threading.active_count()
-    stores = [
-        open_store(
-            location,
-            max_bytes,
-            salt,
-            quota=max_bytes // 2 if salt == "one" else None,
-            ttl=0.5 if salt == "two" else None,
-            codec={"one": "auto", "two": "zstd"}.get(salt, "planes"),
-            queue_bytes="1MB",
-        )
-        for salt in TENANTS
-    ]
-    members = [Member(seed * 1000 + i, stores, location, max_bytes) for i in range(threads)]
+    stores = [open_store(location, max_bytes, kind) for kind in OPTIONS]
+    members = [Member(seed * 1000 + i, stores, max_bytes) for i in range(threads)]
     running = [threading.Thread(target=member.run, args=(acts,), daemon=True) for member in members]
     for thread in running:
         thread.start()
@@ -240,17 +186,11 @@ def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, for
         if store.engine.queued_bytes:
             problems.append(f"{store.engine.queued_bytes} bytes are leased and not queued")
         catalog = store.engine._catalog
-        left = {
-            "pending": len(catalog._pending),
-            "deferred": catalog.deferred(),
-        }
+        left = {"pending": len(catalog._pending), "deferred": catalog.deferred()}
         if any(left.values()):
             problems.append(f"left in the catalog: {left}")
         counters = store.engine.counters
-        if counters["corrupt"] or counters.group("unreadable").keys() - {
-            "vanished",
-            "unavailable",
-        }:
+        if counters["corrupt"] or counters.group("unreadable").keys() - {"vanished", "unavailable"}:
             problems.append(f"damage: {counters.group('unreadable')}, {counters['corrupt']}")
         done += Counter({f"dropped {k}": n for k, n in counters.group("dropped").items()})
         done += Counter({name: counters[name] for name in ("evictions", "packed", "expired", "outages")})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
 
-MAX_BYTES = 3 << 20
+MAX_BYTES = 2 << 20
 PROCESSES, THREADS, TIMES = (8, 4, 50) if TORTURE > 1 else (3, 4, 1)
 
 
@@ -60,12 +61,12 @@ def test_a_crowd_leaves_a_sound_store(scheme, tmp_path, request):
         done += Counter(result["done"])
     for what in ("capture", "fetch", "pin", "note", "evictions", "packed"):
         assert done[what] > 0, what
-    with open_store(location, max_bytes, None) as store:
-        assert store.check() == []
-        assert store.cache_size <= max_bytes
+    with closing(open_store(location, max_bytes, "plain")) as store:
+        assert store.engine.upkeep.check() == []
+        assert store.stats().bytes_used <= max_bytes
         # each change of the note was atomic
         assert int(note_of(store, NOTE)) == noted
-        member = Member(1, [store], location, max_bytes)
+        member = Member(1, [store], max_bytes)
         for _ in range(100):
             member.fetch(store)
     with Archive(location) as archive:
@@ -79,8 +80,8 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
 
     def once(i):
-        with open_store(location, MAX_BYTES, "one") as store:
-            member = Member(i, [store], location, MAX_BYTES)
+        with closing(open_store(location, MAX_BYTES, "plain")) as store:
+            member = Member(i, [store], MAX_BYTES)
             for _ in range(5):
                 member.capture(store)
                 member.fetch(store)
@@ -88,7 +89,7 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
                 store.flush()
         if i % 4 == 1:
             # one that is never closed
-            member.capture(open_store(location, MAX_BYTES, "two"))
+            member.capture(open_store(location, MAX_BYTES, "with a quota"))
             gc.collect()
 
     for i in range(4):

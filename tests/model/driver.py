@@ -24,6 +24,7 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
+from prefixstore.results import Stats
 from tests.model.reference import Facts, P, Page, Space, Used, pages_of
 from tests.support.faults import Seam
 from tests.support.s3 import forget_turn
@@ -128,7 +129,7 @@ class Store:
 
         with patch.object(opening, "open_pages", wrapped):
             self._store = PrefixStore(self._locations, page_tokens=P, min_tokens=0, max_delay=None, **self._options)
-        self._engine = self._store.engine
+        self.engine = self._store.engine
 
     def close(self) -> None:
         self.heal()
@@ -136,7 +137,7 @@ class Store:
 
     def reopen(self, *jobs: tuple[Space, tuple[int, ...]]) -> list[Page]:
         """Capture sequences, and close the store while they wait to be written; the pages that were taken."""
-        if self._options["write_behind"]:
+        if self._options.get("write_behind", True):
             self.fail("hangs", 0, 0)
             threading.Thread(target=self._heal_when_closing).start()
         taken = self.capture(*jobs)
@@ -145,7 +146,7 @@ class Store:
         return taken
 
     def _heal_when_closing(self) -> None:
-        while not self._engine.write_queue._closing:
+        while not self.engine.captures._closing:
             time.sleep(0.001)
         self._heal()
 
@@ -154,14 +155,16 @@ class Store:
     def _match(self, space: Space, tokens: tuple[int, ...]) -> Any:
         wanted = as_tokens(tokens)
         if space.has_snapshots:
-            return self._engine.match_snapshot(_namespace(space).key, wanted, P, len(wanted))
-        return self._engine.match(_namespace(space).key, wanted, P)
+            return self.engine.match_snapshot(_namespace(space).key, wanted, P, len(wanted))
+        return self.engine.match(_namespace(space).key, wanted, P)
 
     def match(self, space: Space, tokens: tuple[int, ...]) -> int | None:
         """How many tokens are stored; None if the location fails."""
         return self._or_none(lambda: self._match(space, tokens).n_tokens)
 
-    def restore(self, space: Space, tokens: tuple[int, ...]) -> tuple[int, list[tuple[Page, bytes]]] | None:
+    def restore(
+        self, space: Space, tokens: tuple[int, ...], *, streamed: bool = True
+    ) -> tuple[int, list[tuple[Page, bytes]]] | None:
         """How many tokens are stored, and the states that come back; None if the location fails."""
 
         def work() -> tuple[int, list[tuple[Page, bytes]]]:
@@ -173,11 +176,11 @@ class Store:
                 pages.append(Page(_space(page.namespace), before, page.form == SNAPSHOT))
             # pages of recurrent memory have no state
             first = max(len(pages) - 1, 0) if space.has_snapshots else 0
-            with self._engine.fetching(path.pages[first:], streamed=True) as states:
+            with self.engine.fetching(path.pages[first:], streamed=streamed) as states:
                 found = [bytes(state) for state in states]
                 del found[states.verified() :]
             if len(found) == len(pages) - first:
-                self._engine.touch(_namespace(space).key, path.pages, len(tokens))
+                self.engine.touch(_namespace(space).key, path.pages, len(tokens))
             return path.n_tokens, list(zip(pages[first:], found, strict=False))
 
         return self._or_none(work)
@@ -188,28 +191,32 @@ class Store:
         for space, tokens in jobs:
             with suppress(StorageError) if self.is_faulty else nullcontext():
                 self._match(space, tokens)
-            taken += self._engine.threads.call(self._submit_together, pages_of(space, tokens))
+            taken += self.engine.threads.call(self._submit_together, pages_of(space, tokens))
             self.settle()
         return taken
 
     def _submit_together(self, pages: Sequence[Page]) -> list[Page]:
         """Have all pages of a sequence written together; those that were taken."""
-        with self._engine.write_queue._lock:
-            return [page for page in pages if self._submit(page)]
+        with self.engine.captures._lock:
+            return [page for page in pages if self.submit(page)]
 
-    def _submit(self, page: Page) -> bool:
+    def submit(self, page: Page) -> bool:
+        """Capture a page; whether it was taken."""
         namespace, state = _namespace(page.space), page.state
-        parent = _key(page.parent) if page.parent is not None else namespace.key
+        parent = key_of(page.parent) if page.parent is not None else namespace.key
         piece = as_tokens(page.tokens[page.start :]).tobytes()
         form = SNAPSHOT if page.is_snapshot else PAGE
-        buffer = self._engine.write_queue.acquire(len(state))
+        buffer = self.engine.captures.acquire(len(state))
         if buffer is None:
             return False
         buffer.view[:] = state
         new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
-        return bool(self._engine.write_queue.submit(new))
+        return bool(self.engine.captures.submit(new))
 
     # -- users and operators ------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        return self._store.stats()
 
     def flush(self) -> bool:
         """Whether the store says that everything is durable."""
@@ -221,14 +228,14 @@ class Store:
     def pin(self, space: Space, tokens: tuple[int, ...], *, pinned: bool) -> int | None:
         """How many tokens are pinned now, or no longer; None if the location fails."""
         wanted = as_tokens(tokens)
-        return self._or_none(lambda: self._engine.upkeep.pin(_namespace(space).key, wanted, P, pinned=pinned))
+        return self._or_none(lambda: self.engine.upkeep.pin(_namespace(space).key, wanted, P, pinned=pinned))
 
     def evict(self, n_bytes: int) -> bool:
         """Evict in the nearest location; whether it holds no more than that now."""
         return bool(self._or_none(lambda: self._store.evict(n_bytes).is_enough))
 
     def clear(self, space: Space | None) -> bool:
-        work = lambda: self._engine.upkeep.clear(_namespace(space).key if space is not None else None)  # noqa: E731
+        work = lambda: self.engine.upkeep.clear(_namespace(space).key if space is not None else None)  # noqa: E731
         return self._or_none(work) is not None
 
     def rebuild(self) -> None:
@@ -296,19 +303,19 @@ class Store:
         for backend in self._backends:
             with backend.inner.update() as transaction:
                 record, usage, payload = (
-                    getattr(transaction, name)(_key(page)) for name in ("record", "usage", "payload")
+                    getattr(transaction, name)(key_of(page)) for name in ("record", "usage", "payload")
                 )
                 if record is not None and record.stored_bytes:
                     changed = bytearray(payload)
                     changed[len(changed) // 2] ^= 1
-                    transaction.put(_key(page), record, usage, bytes(changed))
+                    transaction.put(key_of(page), record, usage, bytes(changed))
 
     def settle(self) -> None:
         """Have everything written that can be: captured pages, uses, and what is found to be damaged is deleted."""
         if not self._is_hanging:
-            self._or_none(self._engine.drain)
+            self._or_none(self.engine.drain)
         elif len(self._locations) > 1:
-            self._or_none(self._engine.far.drain)
+            self._or_none(self.engine.far.drain)
 
     def _or_none(self, work: Callable[[], Any], value: Any = None) -> Any:
         """What `work` returns, or this value; None if the location fails, which is the only time that it may raise."""
@@ -349,8 +356,11 @@ def _space(namespace: bytes) -> Space:
     return _SPACES[namespace]
 
 
-def _key(page: Page) -> bytes:
-    parent = _key(page.parent) if page.parent is not None else _namespace(page.space).key
+def key_of(page: Page | Space) -> bytes:
+    """The key of a page, or of a namespace."""
+    if isinstance(page, Space):
+        return _namespace(page).key
+    parent = key_of(page.parent if page.parent is not None else page.space)
     piece = as_tokens(page.tokens[page.start :]).tobytes()
     return page_key(parent, piece, SNAPSHOT if page.is_snapshot else PAGE)
 
@@ -368,7 +378,7 @@ def _contents(backend: Any, attempts: int = 3) -> tuple[dict[Page, Facts], Used]
             before = parent.tokens if parent is not None else ()
             pages[key] = page = Page(_space(record.namespace), before + _tokens(record.tokens), record.form == SNAPSHOT)
             # of a page whose parent is missing, the tokens are not known
-            assert _key(page) == key, "parents outlive their children"
+            assert key_of(page) == key, "parents outlive their children"
             payload = view.payload(key)
             if payload is None and attempts > 1:
                 # another process has deleted it since: object storage shows that to an open view
