@@ -99,6 +99,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "expert_shared_feed_forward_length": 64,
         "leading_dense_block_count": 1,
     },
+    "shared-ffn": {"expert_shared_feed_forward_length": 64},
+    "longrope": {"rope.scaling.original_context_length": 4096, "context_length": 131072},
+    "mtp": {"block_count": LAYERS + 1, "nextn_predict_layers": 1},
+    # every fourth layer attends to all, the others to a window
+    "window": {"attention.sliding_window": 256},
+    "pattern": {"attention.sliding_window_pattern": windowed(LAYERS, 4), "rope.freq_base_swa": 10000.0},
+    "swa-heads": {"attention.key_length_swa": HEAD_DIM, "attention.value_length_swa": HEAD_DIM},
     "mrope": {"rope.dimension_sections": [4, 6, 6, 0]},  # half of the rotated dimensions
     "mamba": {
         "ssm.conv_kernel": 4,
@@ -121,7 +128,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "ssm.inner_size": 128,
         "full_attention_interval": 4,
     },
-    "kda": {"ssm.conv_kernel": 4, "kda.head_dim": 32},
+    # one head of latent attention in the last layer
+    "kda": {"ssm.conv_kernel": 4, "kda.head_dim": 32, "attention.head_count_kv": kv_heads(LAYERS, {3}, 1)},
     "mla": {
         "attention.head_count_kv": 1,
         "attention.q_lora_rank": 64,

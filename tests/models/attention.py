@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.models.architectures import HEAD_DIM, HEADS, Memory, Model, model
 
+XIELU = {"xielu__alpha_n": 0.8, "xielu__alpha_p": 0.8, "xielu__beta": 0.5, "xielu__eps": 1e-6}
 A, MROPE, MLA = Memory.ATTENTION, Memory.MROPE, Memory.MLA
 
 ATTENTION_MODELS: tuple[Model, ...] = (
@@ -16,15 +17,7 @@ ATTENTION_MODELS: tuple[Model, ...] = (
     model("qwen3moe", A, "attention experts", "Qwen 3 30B and 235B"),
     model("glm4", A, known_as="GLM 4"),
     model("glm4moe", A, "attention experts shared", "GLM 4.5 to 4.7"),
-    model(
-        "glm4moe-mtp",
-        A,
-        "attention experts shared",
-        "GLM 4.5 with its MTP layer",
-        arch="glm4moe",
-        block_count=5,
-        nextn_predict_layers=1,
-    ),
+    model("glm4moe-mtp", A, "attention experts shared mtp", "GLM 4.5 with its MTP layer", arch="glm4moe"),
     model("chatglm", A, known_as="ChatGLM 3, GLM 4 9B"),
     model("smollm3", A, known_as="SmolLM 3"),
     model("granite", A, known_as="Granite 3", logit_scale=1.0, attention__scale=HEAD_DIM**-0.5),
@@ -42,15 +35,8 @@ ATTENTION_MODELS: tuple[Model, ...] = (
     model("deepseek", A, "attention experts shared", "DeepSeek 1"),
     model("gemma", A, known_as="Gemma 1"),
     model("phi2", A, known_as="Phi 2", attention__head_count_kv=HEADS),
-    model("phi3", A, known_as="Phi 3 and 4", rope__scaling__original_context_length=4096, context_length=131072),
-    model(
-        "phimoe",
-        A,
-        "attention experts",
-        "Phi 3.5 MoE",
-        rope__scaling__original_context_length=4096,
-        context_length=131072,
-    ),
+    model("phi3", A, "attention longrope", "Phi 3 and 4"),
+    model("phimoe", A, "attention experts longrope", "Phi 3.5 MoE"),
     model("command-r", A, known_as="Command R", logit_scale=1.0),
     model("olmo", A, known_as="OLMo 1"),
     model("olmoe", A, "attention experts", "OLMoE", attention__head_count_kv=HEADS),
@@ -72,15 +58,7 @@ ATTENTION_MODELS: tuple[Model, ...] = (
     model("dbrx", A, "attention experts", "DBRX", attention__clamp_kqv=8.0),
     model("grok", A, "attention experts", "Grok 1 and 2"),
     model("bitnet", A, known_as="BitNet"),
-    model(
-        "apertus",
-        A,
-        known_as="Apertus",
-        xielu__alpha_n=0.8,
-        xielu__alpha_p=0.8,
-        xielu__beta=0.5,
-        xielu__eps=1e-6,
-    ),
+    model("apertus", A, known_as="Apertus", **XIELU),
     model("smallthinker", A, "attention experts", "SmallThinker"),
     model("cogvlm", A, known_as="CogVLM", attention__head_count_kv=HEADS, is_unsteady=True),
     # positions in several directions

@@ -6,39 +6,19 @@ from tests.models.architectures import HEADS, LAYERS, WIDTH, Memory, Model, kv_h
 
 HYBRID, RECURRENT, NONE = Memory.HYBRID, Memory.RECURRENT, Memory.NONE
 LAST = kv_heads(LAYERS, {3})
+NO_ATTENTION = {"feed_forward_length": 0, "attention__head_count": 0}
 LFM2 = {"block_count": 6, "attention__head_count_kv": kv_heads(6, {2, 5}), "shortconv__l_cache": 3}
 NEMOTRON = {
     "block_count": 6,
     "attention__head_count_kv": kv_heads(6, {2}),
     "feed_forward_length": [0, WIDTH, 0, WIDTH, 0, WIDTH],
 }
-LAST_LATENT = kv_heads(LAYERS, {3}, 1)
 
 HYBRID_MODELS: tuple[Model, ...] = (
-    model(
-        "qwen3next",
-        HYBRID,
-        "attention delta experts",
-        "Qwen 3 Next, Qwen 3 Coder Next",
-        expert_shared_feed_forward_length=64,
-    ),
+    model("qwen3next", HYBRID, "attention delta experts shared-ffn", "Qwen 3 Next, Qwen 3 Coder Next"),
     model("qwen35", HYBRID, "attention delta mrope", "Qwen 3.5"),
-    model(
-        "qwen35moe",
-        HYBRID,
-        "attention delta mrope experts",
-        "Qwen 3.5 MoE",
-        expert_shared_feed_forward_length=64,
-    ),
-    model(
-        "qwen35-mtp",
-        HYBRID,
-        "attention delta mrope",
-        "Qwen 3.5 with its MTP layer",
-        arch="qwen35",
-        block_count=5,
-        nextn_predict_layers=1,
-    ),
+    model("qwen35moe", HYBRID, "attention delta mrope experts shared-ffn", "Qwen 3.5 MoE"),
+    model("qwen35-mtp", HYBRID, "attention delta mrope mtp", "Qwen 3.5 with its MTP layer", arch="qwen35"),
     model("lfm2", HYBRID, known_as="LFM 2", **LFM2),
     model("lfm2moe", HYBRID, "attention experts", "LFM 2 8B A1B", **LFM2, leading_dense_block_count=2),
     model("granitehybrid", HYBRID, "attention mamba2", "Granite 4", attention__head_count_kv=LAST, logit_scale=1.0),
@@ -46,39 +26,24 @@ HYBRID_MODELS: tuple[Model, ...] = (
     model(
         "nemotron_h_moe",
         HYBRID,
-        "attention mamba2 experts",
+        "attention mamba2 experts shared-ffn",
         "Nemotron 3",
         **NEMOTRON,
         expert_shared_count=1,
-        expert_shared_feed_forward_length=64,
     ),
     model("jamba", HYBRID, "attention mamba", "Jamba", attention__head_count_kv=LAST),
     model("falcon-h1", HYBRID, "attention mamba2", "Falcon H1"),
-    model(
-        "kimi-linear",
-        HYBRID,
-        "attention mla experts shared kda",
-        "Kimi Linear",
-        attention__head_count_kv=LAST_LATENT,
-    ),
+    model("kimi-linear", HYBRID, "attention mla experts shared kda", "Kimi Linear"),
     model(
         "kimi-k3",
         HYBRID,
         "attention mla experts shared kda",
         "Kimi K3",
-        attention__head_count_kv=LAST_LATENT,
         attn_res__block_size=2,
         activation__situ_beta=1.0,
         activation__situ_linear_beta=1.0,
     ),
-    model(
-        "bailingmoe3",
-        HYBRID,
-        "attention mla experts shared kda",
-        "Ling 3",
-        attention__head_count_kv=LAST_LATENT,
-        kda__gate_lower_bound=-5.0,
-    ),
+    model("bailingmoe3", HYBRID, "attention mla experts shared kda", "Ling 3", kda__gate_lower_bound=-5.0),
     model(
         "minimax-01",
         HYBRID,
@@ -107,9 +72,8 @@ HYBRID_MODELS: tuple[Model, ...] = (
     model(
         "qwen4exp",
         Memory.HYBRID_SPARSE,
-        "attention delta mrope experts indexer hyper",
+        "attention delta mrope experts shared-ffn indexer hyper",
         "Qwen 4 preview",
-        expert_shared_feed_forward_length=64,
         hyper_connection__low_rank=16,
     ),
     model(
@@ -117,7 +81,6 @@ HYBRID_MODELS: tuple[Model, ...] = (
         Memory.HYBRID_SPARSE,
         "attention mla experts shared kda indexer hyper",
         "GLM 5.3 Flash",
-        attention__head_count_kv=LAST_LATENT,
         attention__indexer__kpool=4,
         attention__key_length=64,
         attention__key_length_mla=32,
@@ -143,15 +106,8 @@ HYBRID_MODELS: tuple[Model, ...] = (
         hash_layer_count=1,
         swiglu_clamp_exp=7.0,
     ),
-    model("mamba", RECURRENT, "attention mamba", "Mamba 1", feed_forward_length=0, attention__head_count=0),
-    model(
-        "mamba2",
-        RECURRENT,
-        "attention mamba2",
-        "Mamba 2, Codestral Mamba",
-        feed_forward_length=0,
-        attention__head_count=0,
-    ),
+    model("mamba", RECURRENT, "attention mamba", "Mamba 1", **NO_ATTENTION),
+    model("mamba2", RECURRENT, "attention mamba2", "Mamba 2, Codestral Mamba", **NO_ATTENTION),
     model("rwkv6", RECURRENT, "wkv wkv6", "RWKV 6"),
     model("rwkv7", RECURRENT, "wkv wkv7", "RWKV 7"),
     model("rwkv6qwen2", RECURRENT, "attention wkv wkv6", "QRWKV 6", token_shift_count=1, without="time_mix_first"),
