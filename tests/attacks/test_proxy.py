@@ -260,6 +260,7 @@ def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(
 
 def test_a_tenant_finds_nothing_that_another_leaves_in_a_slot_while_it_goes_on(serve: Serve):
     served = serve("-np", "3", "-c", "6144", options=("--salt-from", "api-key"))
+    assert "llama-server has no API keys, so a client may name any key" in served.text()
     ours, theirs = ({"authorization": f"Bearer {key}"} for key in "ab")
     for i in range(3):
         served.complete("hello", 1, headers=ours, id_slot=i)

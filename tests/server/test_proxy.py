@@ -407,22 +407,6 @@ def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: 
     assert history.models
 
 
-@pytest.mark.slow
-def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slots(serve: Serve):
-    served = serve("-np", "2", options=("--salt-from", "api-key", "--admin-key", "admin"))
-    assert "llama-server has no API keys, so a client may name any key" in served.text()
-    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
-    for options in ({"n_cmpl": 2}, {"prompt": [prompt(21), prompt(21)]}, {"cache_prompt": False}):
-        body = {"prompt": prompt(21), "n_predict": 2} | options
-        for headers in (ann, bob):
-            answer = served.post("/completion", json=body, headers=headers).json()
-            for one in answer if isinstance(answer, list) else [answer]:
-                assert cached(one) == 0
-        assert cached(served.complete(prompt(21), headers=bob | {"X-Other": "1"})) in (0, *range(200, 2000))
-    message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    assert served.post("/v1/messages", json=message, headers=ann).status_code == 200
-
-
 # -- the child --------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.support.python_server import MODEL_OPTIONS, STOCK, serving
@@ -23,50 +21,33 @@ def cached(answer):
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-@pytest.fixture(scope="module")
-def cold(models):
-    """Answers of the server without a store, each from an empty context."""
-    with serving("--model", str(models("llama")), *MODEL_OPTIONS, module=STOCK) as server:
-        known = {}
-
-        def answer(given, **options):
-            key = json.dumps([given, options], sort_keys=True)
-            if key not in known:
-                server.complete("x", max_tokens=1)
-                known[key] = server.chat(given, **options)
-            return known[key]
-
-        yield answer
-
-
-@pytest.fixture
-def location(tmp_path):
-    return f"lmdb://{tmp_path / 'store'}"
-
-
-def start(models, location):
-    return serving(location, "--model", str(models("llama")), "--", *MODEL_OPTIONS)
-
-
 @pytest.mark.slow
-def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
+def test_a_restarted_server_is_warm_and_answers_as_cold(models, tmp_path):
     ask = [messages("What is ls?"), messages("What is cat?"), messages("What is ls?")]
-    streamed = messages("Stream this.")
-    with start(models, location) as server:
+    streamed, asked = messages("Stream this."), {"logprobs": True, "top_logprobs": 2}
+    model = ("--model", str(models("llama")))
+
+    def cold(given, **options):
+        """What the server answers from an empty context."""
+        server.complete("x", max_tokens=1)
+        return server.chat(given, **options)
+
+    with serving(*model, *MODEL_OPTIONS, module=STOCK) as server:
+        right, right_streamed, right_logprobs = [cold(one) for one in ask], cold(streamed), cold(ask[0], **asked)
+    command = (str(tmp_path / "store"), *model, "--", *MODEL_OPTIONS)
+    with serving(*command) as server:
         first = [server.chat(one) for one in ask]
         for _ in range(2):
             chunks = list(server.chat(streamed, stream=True))
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(cold(streamed))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(right_streamed)
             assert chunks[-1].choices[0].finish_reason == "length"
         assert server.stop() == 0
-    with start(models, location) as server:
+    with serving(*command) as server:
         second = [server.chat(one) for one in ask]
         answer = server.chat(streamed)
         assert cached(answer) == answer.usage.prompt_tokens - 1
-        asked = {"logprobs": True, "top_logprobs": 2}
-        assert server.chat(ask[0], **asked).choices == cold(ask[0], **asked).choices
-    for given, before, after in zip(ask, first, second, strict=True):
-        expected = cold(given)
+        assert server.chat(ask[0], **asked).choices == right_logprobs.choices
+    for expected, before, after in zip(right, first, second, strict=True):
         assert text_of(before) == text_of(after) == text_of(expected)
         assert before.usage.total_tokens == after.usage.total_tokens == expected.usage.total_tokens
     n = first[0].usage.prompt_tokens

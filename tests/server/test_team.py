@@ -129,6 +129,12 @@ def test_tenants_whose_slot_the_server_chooses_find_only_their_own_prompts(serve
     # what the store is not asked for is not found by another either
     assert ask("cem", steering=1) == 0
     assert ask("dee") == 0
+    for options in ({"n_cmpl": 2}, {"prompt": [prompt(5), prompt(5)]}, {"cache_prompt": False}):
+        body = {"prompt": prompt(5), "n_predict": 2} | options
+        for tenant in ("ann", "bob"):
+            answer = served.post("/completion", json=body, headers={"X-Tenant": tenant}).json()
+            assert {cached(one) for one in (answer if isinstance(answer, list) else [answer])} == {0}
+        assert cached(served.complete(prompt(5), headers={"X-Tenant": "bob"})) in (0, *range(200, 2000))
     with ThreadPoolExecutor(6) as pool:
         assert min(pool.map(ask, ["ann", "bob", "dee"] * 4)) >= 0
     assert not any(slot["in_use"] for slot in served.status()["slots"])
