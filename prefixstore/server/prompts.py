@@ -23,7 +23,7 @@ import numpy as np
 from prefixstore.format.keys import Tokens
 from prefixstore.server.chats import chat_of_messages, chat_of_responses
 from prefixstore.server.refused import RefusedError
-from prefixstore.server.upstream import Headers, Upstream
+from prefixstore.server.upstream import Headers, Upstream, UpstreamTimeoutError
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) 
 
 
 async def tokens_of_request(ask: Ask, upstream: Upstream, headers: Headers, marker: str | None) -> Tokens | None:
-    """The tokens that the server will use; None if it refuses, as it will then refuse the request itself.
+    """The tokens that the server will use; None if it refuses, as it will then refuse the request itself, or is late.
 
     Those before the first image, and then a number that stands for the rest. `headers` are what the client has sent to
     be let in, and `marker` stands for an image in a prompt of this server; None if that is not known.
@@ -341,10 +341,10 @@ async def tokens_of_request(ask: Ask, upstream: Upstream, headers: Headers, mark
 
 
 async def _asked(upstream: Upstream, path: str, body: bytes, headers: Headers) -> dict[str, object] | None:
-    reply = await upstream.ask(path, headers, body, timeout=TOKENIZE_SECONDS)
     try:
+        reply = await upstream.ask(path, headers, body, timeout=TOKENIZE_SECONDS)
         answer = await aside(len(reply.content), reply.json) if reply.is_ok else None
-    except ValueError:
+    except (UpstreamTimeoutError, ValueError):
         return None
     return answer if isinstance(answer, dict) else None
 

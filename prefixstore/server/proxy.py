@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from http import HTTPStatus
@@ -231,7 +230,8 @@ class Proxy:
         can_choose = ask.can_pin or len(manager.pool.slots) == 1
         reason, tokens = ask.reason, None
         if reason is None or (reason == UNKNOWN_FIELD and can_choose):
-            tokens = await self._tokens(exchange, ask)
+            credentials = self._upstream.credentials(exchange.headers)
+            tokens = await tokens_of_request(ask, self._upstream, credentials, self._session.marker)
             reason = "no_tokens" if tokens is None else reason
         passed = self._session.reason or reason
         if passed is not None:
@@ -291,12 +291,6 @@ class Proxy:
                 name,
                 name,
             )
-
-    async def _tokens(self, exchange: Exchange, ask: Ask) -> Tokens | None:
-        credentials = self._upstream.credentials(exchange.headers)
-        with contextlib.suppress(UpstreamTimeoutError):
-            return await tokens_of_request(ask, self._upstream, credentials, self._session.marker)
-        return None
 
     async def _in_slot(self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, manager: SlotManager) -> None:
         report, usage = Report(), None
