@@ -233,13 +233,18 @@ def test_a_store_or_a_model_that_cannot_be_opened_is_an_error_at_the_start(tmp_p
         (["--model", "{none}"], 1, "Failed to load model"),
         (["--model", "{model}", "--max-bytes", "many"], 2, "max-bytes"),
         (["--model", "{model}", "--", "--n-ctx", "many"], 2, "--n_ctx"),
+        (["--model", "missing.gguf"], 2, "prefixstore: model file not found: missing.gguf"),
+        (["--model", "{none}", "--", "llama-server", "-m", "m.gguf"], 2, "leave out --model"),
+        (["--model", "{none}", "--salt-from", "api-key"], 2, "--salt-from is for llama-server"),
+        (["--model", "{none}", "--max-waiting", "3"], 2, "--max-waiting is for llama-server"),
+        (["--model", "{none}", "--config", "{config}"], 2, "sets n_ctx in [model]: leave out --model"),
         (["--config", "none.toml"], 2, "none.toml"),
         (["--config", "{config}", "--", "--n-ctx", "8"], 2, "--n_ctx cannot be used with --config"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, models, capsys, options, status, message):
     (none := tmp_path / "none.gguf").write_bytes(b"nothing")
-    (config := tmp_path / "one.toml").write_text(f'[model]\npath = "{models("llama")}"\n')
+    (config := tmp_path / "one.toml").write_text(f'[model]\nn_ctx = 9\npath = "{models("llama")}"\n')
     options = [option.format(model=models("llama"), none=none, config=config) for option in options]
     assert main(["serve", str(tmp_path / "kv"), "--port", "0", *options]) == status
     errors = capsys.readouterr().err

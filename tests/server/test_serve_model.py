@@ -1,4 +1,4 @@
-"""``prefixstore serve --model``, for llama-cpp-python's server: what is told of wrong usage and missing packages."""
+"""What ``prefixstore serve`` says of packages that are not installed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from prefixstore.cli import main
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--model", "m.gguf", "--", "llama-server", "-m", "m.gguf"], "leave out --model"),
-        (["--model", "m.gguf", "--salt-from", "api-key"], "--salt-from is for llama-server"),
-        (["--model", "m.gguf", "--max-waiting", "3"], "--max-waiting is for llama-server"),
-        (["--model", "m.gguf", "--config", "c.toml"], "sets n_ctx in [model]: leave out --model"),
-        (["--model", "missing.gguf"], "prefixstore: model file not found: missing.gguf"),
-    ],
-)
-def test_wrong_usage_is_told(arguments, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.gguf").touch()
-    (tmp_path / "c.toml").write_text("[model]\nn_ctx = 1024\n")
-    assert main(["serve", "kv", *arguments]) == 2
-    assert says in capsys.readouterr().err
-
 
 WITHOUT = """
 import sys
