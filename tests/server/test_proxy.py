@@ -360,14 +360,6 @@ def test_api_keys_of_a_file_of_settings_are_needed(serve: Serve, tmp_path: Path)
     assert served.post("/completion", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("key", ["", " "])
-def test_an_empty_admin_key_is_refused(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A shell makes that of a variable that is not set."""
-    arguments = ["serve", str(tmp_path / "store"), "--admin-key", key, "--", str(binary()), "--port", "1"]
-    assert main(arguments) == 2
-    assert "--admin-key is empty" in capsys.readouterr().err
-
-
 def _listens_at(child: int) -> Path:
     """The socket of a llama-server."""
     arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
@@ -457,6 +449,7 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
         (["--", "./llama-servr", "-m", "m.gguf"], "./llama-servr is not an executable file"),
         (["--", "-m", "m.gguf"], "the program comes first"),
         (["llama-server", "-m", "m.gguf"], "Options of llama-server follow --"),
+        *((["--admin-key", key, "--", sys.executable], "--admin-key is empty") for key in ("", " ")),
         (["--host", "256.0.0.1", "--", sys.executable, "-c", "0"], "--host '256.0.0.1' is not an address"),
     ],
 )
