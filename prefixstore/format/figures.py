@@ -145,7 +145,7 @@ class History:
         try:
             return cls() if note is None else cls._parse(unpack_state(note))
         except CorruptError as error:
-            log.warning("figures cannot be used: %s", error)
+            log.warning("figures cannot be used, and are counted anew: %s", error)
         return cls()
 
     @classmethod
@@ -157,8 +157,8 @@ class History:
                     raise CorruptError("a figure is too large")
                 found.days[day, name.hex() if any(name) else OTHERS] = Figures(*counts)
             limits = LIMITS.unpack(parts[BUDGET])
-        except (KeyError, struct.error) as error:
-            raise CorruptError(f"another version of prefixstore has written them: {error}") from None
+        except (KeyError, struct.error):
+            raise CorruptError("another version of prefixstore has written them") from None
         found.max_bytes, found.max_entries = (limit or None for limit in limits)
         names = ((name.removeprefix(MODEL), text) for name, text in parts.items() if name.startswith(MODEL))
         found.models = {digest: text.decode("utf-8", "replace") for digest, text in names}

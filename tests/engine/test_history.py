@@ -226,7 +226,7 @@ def test_damaged_figures_are_replaced_with_a_warning(kind, caplog):
             ask(store, 5)
             keep(store)
             keep(store)
-        assert [record.message.count("figures cannot be used") for record in caplog.records] == [1]
+        assert [record.message.count("cannot be used, and are counted anew") for record in caplog.records] == [1]
         assert kept(store.backend).total().lookups == 5
 
 
