@@ -132,7 +132,13 @@ class Config:
 
     @property
     def locations(self) -> list[str]:
-        """The location that is set, or else the default one; of two, the nearer one first."""
+        """The location that is set, or else the default one; of two, the nearer one first.
+
+        Raises
+        ------
+        InvalidParameterError
+            If what is set is no location.
+        """
         return [text_of(each) for each in locations_of(self.store.get("location"))]
 
     @property
@@ -152,11 +158,25 @@ class Config:
         )
 
     def open_llama(self) -> Llama:
-        """Load the model and create its context. Raises `InvalidParameterError`, and `MissingExtraError`."""
+        """Load the model and create its context.
+
+        Raises
+        ------
+        InvalidParameterError
+            If no model is given, its file cannot be loaded, or llama.cpp does not know the value of a setting.
+        MissingExtraError
+            If llama-cpp-python is not installed.
+        """
         return self._load(self.model)
 
     def open_tokenizer(self) -> Llama:
-        """Load the model without its weights: it makes tokens of text and messages, and evaluates nothing."""
+        """Load the model without its weights: it makes tokens of text and messages, and evaluates nothing.
+
+        Raises
+        ------
+        InvalidParameterError, MissingExtraError
+            As `open_llama` does.
+        """
         settings = {name: value for name, value in self.model.items() if name in TOKENIZER_SETTINGS}
         return self._load(settings, vocab_only=True)
 
@@ -250,7 +270,20 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
 
 
 def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
-    """The path of a model, a GGUF file (not looked into unless `is_read`). Raises `InvalidParameterError`."""
+    """The path of a model, with ``~`` expanded.
+
+    Parameters
+    ----------
+    path
+        The file.
+    is_read
+        Whether to look into it.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is not a file, or not one in the format GGUF.
+    """
     found = Path(expanded(path))
     if found.is_dir():
         raise InvalidParameterError(f"{path} is a folder; pass the model file (GGUF) in it")
@@ -272,8 +305,20 @@ def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
 def explain_settings(namespace: Namespace, stored: Iterable[Namespace], names: Mapping[str, str]) -> list[str]:
     """Explain why a context cannot use the states in a store: ``"type_k is q8_0 here, f16 in the store"``.
 
-    The differences are those from the most similar stored namespace, the model first; `names` are those of models, see
-    `History`. There are none if `namespace` is among them, or if the store has none.
+    Parameters
+    ----------
+    namespace
+        The namespace of the context.
+    stored
+        The namespaces in the store.
+    names
+        Those of models; see `History`.
+
+    Returns
+    -------
+    list of str
+        The differences from the most similar stored namespace, the model first; empty if `namespace` is among them,
+        or if the store has none.
     """
     return [
         f"{name} is {_shown(name, here, names)} here, {_shown(name, there, names)} in the store"

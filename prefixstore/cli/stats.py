@@ -30,11 +30,6 @@ from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
-<<<<<<< HEAD
-=======
-
-__all__ = ["Screen", "hottest", "stats", "top"]
->>>>>>> newcomer
 
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10

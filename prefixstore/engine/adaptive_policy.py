@@ -1,13 +1,12 @@
 """The eviction policy that learns which pages are used again, and when, and so which of them are worth their space.
 
-Pages are in classes: by the number of their uses, by the time between the last two uses (or by depth, as long as there
-has been only one), and by the distance from the end of the prompt. For each class the chance of another use is learned
-as a function of the age: the number of prompts since the last use. The worth of a page is the largest ratio of expected
-hits to expected waiting time, over all times to wait (Gittins' index; LHD is a relative).
+Pages are classified by the number of their uses, by the time between the last two uses (or by depth, after a single
+use), and by the distance from the end of the prompt. For each class the probability of another use is learned as a
+function of the age: the number of prompts since the last use. The worth of a page is the largest ratio of expected hits
+to expected waiting time, over all waiting times (the Gittins index; LHD is similar).
 
-A new page must be worth more than the leaf that would be evicted for it. And since what is learned does not fit every
-work load, a duel may choose the order of last use, or of the number of uses, instead: it compares three small caches of
-sampled keys without payloads.
+A new page must be worth more than the leaf that would be evicted for it. What is learned does not fit every workload:
+a duel, which compares three small caches of sampled keys without payloads, may choose LRU or LFU instead.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from prefixstore.engine.policy import MOST_COUNTED, Ghosts, Leaves, Policy, Rank
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-# pages of the sampled keys that each cache holds, as far as the sample may be so large, or so small
+# how many sampled pages each cache holds, and the largest and the smallest share of all pages that it may be
 PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 # an access this many accesses ago weighs a third of one now
 MEMORY = 2000
-# by how much another order has to be better, before it takes over
+# how much better another order must be to take over: by this factor, and this many hits
 RATIO, AHEAD = 1.02, 1.0
-# an order of use: the clock, and how far the end is from the largest possible one
+# an order of use has the clock, and the distance of the page's end from the largest possible one
 END_BITS = 23
 MOST_END = (1 << END_BITS) - 1
 ORDER_BITS = 32 + END_BITS
-# of the last access of a page in a cache
+# what a cache remembers of the last access of a page
 LAST = np.dtype([("page_class", "i4"), ("uses", "i8"), ("clock", "i8"), ("order", "i8"), ("gain", "f8")])
-# the caches begin again when the store has this many times as many pages, or as few
+# the caches start empty again when the number of stored pages has changed by this factor
 RESIZE = 1.1
 # accesses of a prompt that are compared at once
 MOST_WAITING = 4096
@@ -65,26 +64,26 @@ class Mode(IntEnum):
 
 
 class Access(NamedTuple):
-    """A use, or a capture, of a page: its class, its uses, and the clock, all with this access; its end; its gain."""
+    """A use or a capture of a page, with its class, its uses and the clock including this access, and its gain."""
 
     number: int
-    """Of its key."""
+    """The first bits of its key."""
     page_class: int
     uses: int
     clock: int
     end: int
-    """The position of its end: of pages that were used at the same time, the deeper one goes first."""
+    """The position of its end: of pages that were used at the same time, the deepest is evicted first."""
     gain: float
 
     @property
     def facts(self) -> tuple[int, int, int, int, float]:
-        """As in `LAST`; the order is by the time of the use, and of one prompt, by depth."""
+        """The fields of `LAST`; the order is by time of use, and within a prompt by depth."""
         order = self.clock << END_BITS | MOST_END - min(self.end, MOST_END)
         return self.page_class, self.uses, self.clock, order, self.gain
 
 
 class _Cache:
-    """What one order would hold of the sampled pages."""
+    """The sampled pages that a store with one of the orders would hold."""
 
     def __init__(self, mode: Mode, size: int) -> None:
         self._mode = mode
@@ -94,7 +93,7 @@ class _Cache:
         self._last = np.zeros(size, LAST)
 
     def access(self, prompt: Sequence[Access], worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[bool]:
-        """Which pages of a prompt are cached. The others may be cached now, but not in place of these."""
+        """Which pages of a prompt are cached. The others are admitted after that, but not in place of these."""
         places = [self._place.get(one.number) for one in prompt]
         for one, at in zip(prompt, places, strict=True):
             if at is not None:
@@ -106,7 +105,7 @@ class _Cache:
             if at is None:
                 continue
             if at < len(self._numbers):
-                # an interrupt may have left a number without its place
+                # after an interrupt, a number may have no place
                 self._place.pop(self._numbers[at], None)
                 self._numbers[at] = one.number
             else:
@@ -116,7 +115,7 @@ class _Cache:
         return [at is not None for at in places]
 
     def _victim(self, new: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int | None:
-        """Whose place the new page takes; None if it is not admitted."""
+        """The place of the page that a new one replaces; None if it is not admitted."""
         last = self._last
         if self._mode is Mode.LEARNED:
             ranks = worth[last["page_class"] * AGES + age_bins(new.clock - last["clock"])] * last["gain"]
@@ -129,15 +128,15 @@ class _Cache:
 
 
 def admits_by_use(uses: int, victim: int) -> bool:
-    """Whether a page may replace one with so many uses. Of pages used once, the older one stays."""
+    """Whether a page may replace a victim, by their uses. Of pages that were used once, the older one stays."""
     return uses >= victim and uses > 1
 
 
 class Duel:
-    """Counts the hits that each order would have, and says which order to use."""
+    """Counts the hits that each order would have, and chooses the order to use."""
 
     def __init__(self) -> None:
-        # the order to use, until something is learned
+        # the order to use
         self.mode = Mode.LRU
         self.scores = [0.0] * len(Mode)
         self._pages = 0
@@ -147,7 +146,7 @@ class Duel:
         self._waiting: list[Access] = []
 
     def resize(self, pages: int) -> None:
-        """Set how many pages the store has room for."""
+        """Set how many pages the store holds."""
         if pages < RESIZE * self._pages and pages * RESIZE > self._pages:
             return
         self._pages = max(pages, 1)
@@ -160,7 +159,7 @@ class Duel:
         return int.from_bytes(key[12:16], "little") < self._limit
 
     def access(self, one: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        """Note an access of a sampled page. Those of one prompt are compared together, when the next one begins."""
+        """Note an access of a sampled page. Accesses of one prompt are compared together, when the next one begins."""
         if self._waiting and (one.clock != self._waiting[0].clock or len(self._waiting) == MOST_WAITING):
             self._compare(worth)
         self._waiting.append(one)
@@ -176,28 +175,28 @@ class Duel:
             self.mode = best
 
 
-# at least this many pages are sampled: fewer teach too little, and would save nothing; more would take too much memory
+# how many pages are sampled: fewer would teach too little, and more would take too much memory
 SAMPLES, MOST_SAMPLES = 4096, 32768
-# the samples reach this many times as far back as the pages that are stored
+# the samples reach this many times as far back as the stored pages
 REACH = 8
 LEARN_EVERY = 20
 LEARN_SHIFT = 8
-# where the order of last use gets this share of the possible hits, what is learned is not worth its noise
+# where LRU gets this share of the possible hits, what is learned is not worth its noise
 ENOUGH = 0.97
-# assumed time between prompts, until prompts were seen
+# the time between prompts that is assumed until some were seen
 PROMPT_NS = 10**10
-# the clock starts here: pages from before the start are older than it
+# the clock starts here, so that pages from before the start can be older
 EPOCH = 1 << 24
-# at least so many prompts are told apart by their times
+# of how many prompts, at least, the times are kept
 TIMES_KEPT = 1 << 16
 CLOCK_MASK = (1 << 32) - 1
-# pages are sampled by 32 bits of their keys: all of them
+# pages are sampled by 32 bits of their keys; this is the limit for all of them
 WHOLE = 1 << 32
-# in the middle of a prompt, and with a gap of middle length: the class of a page whose last prompt is not known
+# the class, within its level, of a page whose last prompt is unknown: a middle gap, in the middle of a prompt
 MIDDLE = 2 + 4 * 2
 LEVEL_OF_USES = np.array([use_level(max(n, 1)) for n in range(MOST_COUNTED + 1)])
 
-# mode, reach; and more than that can be
+# the saved mode and reach; no reach is as large as MANY
 SAVED = struct.Struct("<Bd")
 MANY = 1e18
 
@@ -222,7 +221,7 @@ class Adaptive(Policy):
         self._share = WHOLE
         self._pages = 0
         self._learned = EPOCH
-        # how many prompts the store would reach back if it were in the order of last use
+        # how many prompts the store would reach back under LRU
         self._reach = 1.0
         self._page_tokens = 1.0
         # the position of the end of the last prompt, to which captured pages are taken to belong; None if not known

@@ -29,7 +29,7 @@ from prefixstore.engine.saved_notes import SavedNotes, note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.codec import CODECS
+from prefixstore.format.codec import RAW
 from prefixstore.format.record import Record, Usage, time_of_use
 
 log = logging.getLogger("prefixstore")
@@ -39,7 +39,6 @@ ATTEMPTS = 6
 MAX_DOUBLINGS = 2
 # seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.02
-RAW = CODECS["raw"]
 # how many expired pages one commit deletes besides its own work; the next one continues
 EXPIRED_AT_ONCE = 128
 

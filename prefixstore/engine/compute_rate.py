@@ -1,4 +1,4 @@
-"""How long computing tokens, restoring and capturing pages take in one context, measured; decides what is worth it."""
+"""Measures how long computing, restoring and capturing take in one context, and decides what is worth doing."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from prefixstore.engine.page import Page
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# What must be slower than computing by this factor before it is skipped. One in so many is tried anyway.
+# A restore or a capture is skipped if it is slower than computing by this factor. One in so many is done anyway.
 MAX_SLOWDOWN = 1.2
 RETRY_EVERY = 64
-# capturing that adds more than this share to the time of a prompt waits until the completion has ended
+# capturing waits for the end of the completion if it would add more than this share to the time of the prompt
 MAX_CAPTURE_SHARE = 0.1
-# A restore that is given up in the middle has cost no more than this share of computing the whole, its lookup included.
-# It is a little less than the 5 % that are promised, for what giving up takes.
+# A restore that is given up has cost no more than this share of computing everything, its lookup included: a bit less
+# than the 5 % that are promised, since giving up takes time as well.
 MAX_SHARE = 0.04
-# a page that is on its way is waited for if it will be there in time even if its rest takes longer by this factor
+# a page that is arriving is waited for if it will be in time even if the rest of it is slower by this factor
 SLACK = 1.1
-# how slow a restore that was given up counts as, relative to computing
+# a restore that was given up counts as slower than computing by this factor
 LATE_SLOWDOWN = 2.0
 
 
 class ComputeRate:
-    """Seconds for each token computed, each page restored, and each copy captured; decides what is worth it.
+    """The seconds that computing a token, restoring a page, and capturing a copy take.
 
-    `max_delay` is what a restore may take beyond computing, in seconds; None for no limit.
+    A restore may take `max_delay` seconds longer than computing; None for no limit.
     """
 
     def __init__(self, max_delay: float | None = None) -> None:
@@ -39,32 +39,32 @@ class ComputeRate:
         self.page_seconds: float | None = None
         self.copy_seconds: float | None = None
         self._last_copy: float | None = None
-        # restores and captures that were not tried
+        # how many restores and captures were skipped
         self._skipped = Counter[str]()
 
     def computed(self, n_tokens: int, seconds: float) -> None:
-        """Note that a batch was evaluated."""
+        """Note how long evaluating a batch took."""
         if n_tokens >= SMALLEST_BATCH:
             self.token_seconds = _mean(self.token_seconds, seconds / n_tokens)
 
     def restored(self, n_pages: float, seconds: float) -> None:
-        """Note that pages were restored."""
+        """Note how long restoring pages took."""
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
     def captured(self, n_copies: float, seconds: float) -> None:
-        """Note that pages were copied out of the context. Once may be a pause; twice in a row is slow."""
+        """Note how long copying pages out of the context took. A single slow time may be a pause and does not count."""
         last, self._last_copy = self._last_copy, seconds / n_copies
         if last is not None:
             self.copy_seconds = min(last, self._last_copy)
 
     def captures_along(self, page_tokens: int, n_copies: float = 1) -> bool:
-        """Whether each page of so many tokens is captured while a prompt is computed; if not, that would delay it."""
+        """Whether capturing pages of so many tokens while a prompt is computed delays it only a little."""
         if self.token_seconds is None or self.copy_seconds is None:
             return True
         return self.copy_seconds * n_copies <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
 
     def late(self, pages: Sequence[Page], seconds: float, n_copies: float | None = None) -> None:
-        """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""
+        """Note that the restore of these pages was given up after so many seconds."""
         if self.token_seconds is not None:
             seconds = self.token_seconds * sum(page.n_tokens for page in pages)
             seconds *= 1.0 if self.page_seconds is None else LATE_SLOWDOWN
@@ -79,7 +79,7 @@ class ComputeRate:
         return self._is_worth("captures", self.copy_seconds, n_copies, n_tokens)
 
     def _is_worth(self, what: str, seconds: float | None, n: float, n_tokens: int) -> bool:
-        """Whether `n` times so many seconds is little more than computing takes; one in 64 is tried anyway."""
+        """Whether `n` times so many seconds is little more than computing takes; one in 64 is done anyway."""
         if self.token_seconds is None or seconds is None:
             return True
         if seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
@@ -88,9 +88,9 @@ class ComputeRate:
         return self._skipped[what] % RETRY_EVERY == 0
 
     def seconds_of(self, pages: Sequence[Page], live: int, end: int) -> list[float]:
-        """Seconds to compute what each of some pages holds of the tokens from `live` up to `end`.
+        """How many seconds it takes to compute the tokens from `live` up to `end` that each page holds.
 
-        As measured here; before anything was, as noted when the pages were captured, and 0 where that is not known.
+        As measured here, or before anything was, as recorded when the pages were captured; 0 if that is unknown.
         """
         if self.token_seconds is not None:
             return [self.token_seconds * max(min(page.end, end) - max(page.start, live), 0) for page in pages]
@@ -99,9 +99,9 @@ class ComputeRate:
     def deadline(
         self, pages: Sequence[Page], live: int, end: int, *, whole: int | None = None, looked_up: float = 0.0
     ) -> RestoreDeadline | None:
-        """How long a restore of pages may take, of the tokens from `live` up to `end`; None for as long as it takes.
+        """How long restoring the tokens from `live` up to `end` from these pages may take; None for no limit.
 
-        With `whole`, nothing can be used before so many states have come. The lookup has taken `looked_up` seconds.
+        With `whole`, no state is of use before that many have arrived. The lookup has taken `looked_up` seconds.
         """
         if self._max_delay is None:
             return None
@@ -111,28 +111,26 @@ class ComputeRate:
         return RestoreDeadline(seconds, self._max_delay, whole=whole, looked_up=looked_up)
 
     def compute_us(self, n_tokens: int) -> int:
-        """Microseconds that computing so many tokens takes here; 0 until something was computed."""
+        """How many microseconds computing so many tokens takes; 0 until something was computed."""
         return round(self.token_seconds * n_tokens * 1e6) if self.token_seconds is not None else 0
 
 
 class RestoreDeadline:
     """When to give up a restore, so that it and computing the rest take little longer than computing everything.
 
-    After `n` pages it has to have taken no longer than computing these would have, and an allowance: `max_delay`, or
-    `MAX_SHARE` of computing all if that is more. Whenever it is given up, that is the most that was lost. It goes on in
-    the middle of a page if it will keep to that with this page, as far as one can tell from what has come of it.
+    After `n` pages, a restore may have taken as long as computing these pages, and an allowance: `max_delay`, or
+    `MAX_SHARE` of computing everything if that is more. So no more than the allowance is lost when it is given up. In
+    the middle of a page it goes on if the page will be in time, judging by the share of it that has arrived.
 
     Parameters
     ----------
     seconds
-        What computing the tokens of each page takes.
-    max_delay
-        What a restore may take in any case.
+        How long computing the tokens of each page takes.
     looked_up
-        What the lookup has taken, which counts, too.
+        How long the lookup has taken: it is deducted from the share.
     whole
-        How many states there are, if none is of use without the others: they may take as long as computing, and each
-        its share of that. None if pages can be used as they come.
+        How many states there are, if none is of use without the others: each may take its share of the time of
+        computing. None if pages can be used as they arrive.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class RestoreDeadline:
             self._until = [allowed + total * n / whole for n in range(1, whole + 1)]
 
     def left(self, n_given: int, arrived: float = 0.0) -> float:
-        """Seconds left to wait for the page after the first `n_given`, if this share of it has arrived."""
+        """Seconds left for the page after the first `n_given`, if this share of it has arrived."""
         now, last = self._clock() - self._started, len(self._until) - 1
         until = self._until[min(n_given, last)]
         if arrived > 0:

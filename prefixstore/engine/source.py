@@ -41,7 +41,7 @@ from prefixstore.errors import (
     UndecryptableError,
 )
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
-from prefixstore.format.codec import CODECS, decode_into, inspect, verify_checksum, verify_payload
+from prefixstore.format.codec import RAW, decode_into, inspect, verify_checksum, verify_payload
 from prefixstore.format.record import Buffer, Record
 
 log = logging.getLogger("prefixstore")
@@ -58,7 +58,6 @@ Keep: TypeAlias = Callable[[Page, memoryview], None]
 Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
 """What reads, consecutive pages, and what keeps the states that were accepted, or that came too late."""
 
-RAW = CODECS["raw"]
 SLOWER = "the location is slower than computing"
 
 

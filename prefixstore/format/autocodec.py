@@ -1,4 +1,4 @@
-"""Chooses the codec for the pages of each namespace: as the user says, or by measurement."""
+"""Packs pages: by the codec that the user has chosen, or by measurement."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
+from prefixstore.format.codec import DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
 # a codec must save this share of the bytes
 MIN_SAVING = 0.02
-# and restores must keep this share of the speed of raw ones, by an estimate that is high by 0.05-0.1
+# restores must keep this share of the speed of raw pages, by an estimate that is too high by 0.05-0.1
 MIN_SPEED = 0.8
 # assumed until something was read: a local file that is in memory already
 ASSUMED_SECONDS_PER_BYTE = 3e-11
 # of codecs whose savings differ by no more than this, the fastest is chosen
 SAVING_TOLERANCE = 0.01
-# where space is short, any saving pays: as if reading a byte of the location took a second
+# where space is short, any saving pays: as if reading a byte took a second
 SHORT_OF_SPACE = 1.0
 # threads that unpack for one restore
 UNPACKERS = min(4, os.cpu_count() or 1)
@@ -109,7 +109,7 @@ class Encoder:
     Parameters
     ----------
     codec
-        ``"auto"``, or one of `CODECS`, with a level after a colon if it has levels.
+        ``"auto"``, or one of `PACKINGS`, with a level after a colon if it has levels.
 
     Attributes
     ----------
@@ -162,8 +162,8 @@ def _measure(number: int, stored: Buffer, raw_bytes: int) -> Trial:
 
 def _parsed(codec: str) -> tuple[str, int]:
     name, colon, level = str(codec).partition(":")
-    if name not in CODECS:
-        known = ", ".join(map(repr, ["auto", *CODECS]))
+    if name not in PACKINGS:
+        known = ", ".join(map(repr, ["auto", *PACKINGS]))
         raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of {known}, or one with a level: 'zstd:9'")
     levels = PACKINGS[name].levels
     if colon and not levels:

@@ -21,14 +21,15 @@ from prefixstore.format.record import Buffer, Record, checksum
 
 Bytes = npt.NDArray[np.uint8]
 
-# zstd makes a table of symbols for each of its blocks, which are at most as large as the window. With 64 KiB, a block
-# holds one layer's K or V in small models too: 1.235 instead of 1.205 on the trained one, no less on the large one.
+# zstd makes a table of symbols for each block, and a block is at most as large as the window. With 64 KiB, a block
+# holds one layer's K or V even in small models: a ratio of 1.235 instead of 1.205 on the trained one, as good on the
+# large one.
 WINDOW_LOG = 16
 LEVELS = range(1, 23)
 DEFAULT_LEVEL = 1
 
-# Values that are merged in one step: they stay in the cache of a core, and there are few calls (with 1 << 12 values the
-# calls cost more than the bytes: 2.2 GB/s instead of 9).
+# How many values are merged in one step: few enough for the cache of a core, and enough to make few calls (with 1 << 12
+# values the calls cost more than the bytes: 2.2 GB/s instead of 9).
 BLOCK = 1 << 17
 
 # length of the frame with the upper plane; the frame with the lower plane follows it
@@ -178,6 +179,7 @@ def _decompress(frame: memoryview, out: memoryview) -> None:
 
 
 CODECS = {name: packing.number for name, packing in PACKINGS.items()}
+RAW = Raw.number
 _BY_NUMBER = {packing.number: packing for packing in PACKINGS.values()}
 
 
@@ -204,14 +206,9 @@ def inspect(record: Record, stored: Buffer) -> memoryview:
 
 
 def verify_payload(record: Record, stored: Buffer) -> memoryview:
-    """The stored bytes, if they are those that were written, and unpack to the size in the record.
+    """The stored bytes, verified: they are what was written, and unpack to the size in the record.
 
-    Raises
-    ------
-    CorruptError
-        If they are not.
-    IncompatibleError
-        If this version does not know the codec.
+    Raises `CorruptError` if not, and `IncompatibleError` if this version does not know the codec.
     """
     view = memoryview(stored)
     if len(view) == record.stored_bytes:
@@ -227,14 +224,10 @@ def verify_checksum(record: Record, view: memoryview) -> None:
 
 
 def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: BufferPool) -> None:
-    """Write the state to `out`, of `record.raw_bytes`; further memory comes from `buffers`.
+    """Unpack verified bytes into `out`, of `record.raw_bytes`; further memory comes from `buffers`.
 
-    Raises
-    ------
-    CorruptError
-        If the stored bytes are not what the codec makes of a state. `out` may then be written in part.
-    UnavailableError
-        If there is not enough memory.
+    Raises `CorruptError` if the codec cannot have made these bytes, when a part of `out` may be written already, and
+    `UnavailableError` if there is not enough memory.
     """
     try:
         _BY_NUMBER[record.codec].unpack(verified, out, buffers)
@@ -247,7 +240,7 @@ def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: 
 def decode(record: Record, stored: Buffer) -> memoryview:
     """The state in `stored`, verified; a raw one is not copied. Raises as `verify_payload` and `decode_into` do."""
     view = verify_payload(record, stored)
-    if record.codec == CODECS["raw"]:
+    if record.codec == RAW:
         return view
     try:
         out = np.empty(record.raw_bytes, np.uint8).data

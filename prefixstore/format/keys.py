@@ -27,7 +27,7 @@ KEY_BYTES = 32
 PAGE = 0
 SNAPSHOT = 1
 
-# What BLAKE2b calls the person, 16 bytes: equal bytes of different kinds have different keys.
+# BLAKE2b's personalization, 16 bytes: equal bytes of different kinds have different keys.
 _OF_NAMESPACE = b"prefixstore name"
 _OF_FORM = {PAGE: b"prefixstore page", SNAPSHOT: b"prefixstore snap"}
 
@@ -66,16 +66,9 @@ def namespace_key(settings: bytes) -> bytes:
 
 
 def page_key(parent: bytes, tokens: bytes, form: int = PAGE) -> bytes:
-    """The key of the page with these token bytes after `parent`.
+    """The key of the page, or of the snapshot, with these token bytes after `parent`.
 
-    Parameters
-    ----------
-    parent
-        The key of the parent; for a first page, the key of the namespace.
-    tokens
-        The page's tokens as little-endian int32 bytes.
-    form
-        `PAGE` or `SNAPSHOT`: a page and a snapshot of the same tokens have different keys.
+    The parent of a first page is the namespace. Tokens are little-endian int32 bytes.
     """
     return _digest(parent + tokens, _OF_FORM[form])
 

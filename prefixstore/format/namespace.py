@@ -20,14 +20,14 @@ _SCALARS = (str, int, float, bool, type(None))
 
 @lru_cache
 def parted(salt: str) -> tuple[str, str | None]:
-    """The tenant with this salt, which quotas, purges and keys are for, and which part of it that is, if any."""
+    """The tenant of a salt, to which quotas, purges and keys apply, and the part of it that the salt names, if any."""
     source, colon, name = salt.partition(":")
     found = _WITHIN.search(source + colon)
     return _WITHIN.sub("", source + colon, count=1) + name, found[1] if found else None
 
 
 def model_digits(settings: Mapping[str, object]) -> str:
-    """The first 12 digits of the digest of a model, which stand for it where it has no name; empty if there is none."""
+    """The first 12 digits of the digest of the model, its name where it has no other; empty without a model."""
     return str(settings.get("model") or "")[:12]
 
 

@@ -1,4 +1,4 @@
-"""Records and usage: the fixed and the changing facts of a page. Their byte layout is defined in this module only.
+"""Records and usage: what never changes of a stored page, and what does. No other module knows their byte layout.
 
 ``docs/format.md`` shows the same tables; a test compares them with the structs below.
 """
@@ -22,8 +22,8 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
 
-# Fields, by their names, and their codes as `struct` has them. After those of a record its tokens follow (int32 each),
-# and then an xxh3-64 of everything before it.
+# Fields by name, with their codes of `struct`. A record ends with its tokens (int32 each), and an xxh3-64 of everything
+# before it.
 _RECORD_FIELDS = {
     **dict.fromkeys(("version", "codec", "form", "reserved"), "B"),
     **dict.fromkeys(("n_tokens", "start", "compute_us"), "I"),
@@ -43,16 +43,16 @@ _USAGE_FIELDS = {
 RECORD = struct.Struct("<" + "".join(_RECORD_FIELDS.values()))
 RECORD_SEAL = struct.Struct("<Q")
 USAGE = struct.Struct("<" + "".join(_USAGE_FIELDS.values()))
-# how much later than now a use can have been, by the clock of another machine
+# how far in the future the last use may be, by the clock of another machine
 CLOCK_SLACK = 300 * 10**9
 # the largest time: every database has an integer type for it; and the most bytes of a page: those of all are added up
 LARGEST, MOST_BYTES = 2**63 - 1, 2**40
-# more uses are not told apart
+# no more uses are counted
 MOST_USES = 2**16 - 1
 
 
 def time_of_use(last_used: int, now: int) -> int:
-    """A stored time of the last use; 0 if it is not believable, because it is in the future."""
+    """A stored time of last use; 0 if it cannot be right, because it is in the future."""
     return last_used if last_used <= now + CLOCK_SLACK else 0
 
 
@@ -63,7 +63,7 @@ def checksum(stored: Buffer) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What changes about a page after it was written.
+    """What changes of a page after it was written.
 
     Attributes
     ----------
@@ -78,9 +78,9 @@ class Usage:
     expires
         Nanoseconds since the epoch; 0 for never.
     uses
-        How often the page was used, as the eviction policy counts: its captures and those before an eviction included.
+        How often the page was used, as the eviction policy counts: including captures, and uses before an eviction.
     page_class
-        To which of its classes of pages the policy counts it, from 1 on; 0 if that is not known.
+        The number of the class in which the policy has put it, from 1 on; 0 if that is not known.
     """
 
     last_used: int
@@ -116,12 +116,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a page holds, how it is stored, and a checksum. Only how it is stored may change later.
+    """What a page holds, how it is stored, and a checksum. Only how it is stored may differ when it is stored again.
 
     Attributes
     ----------
     namespace, parent
-        Keys of the namespace and of the parent (for a first page: of the namespace again).
+        Keys of the namespace, and of the parent, which for a first page is the namespace.
     start
         Position of the first token.
     tokens
@@ -133,7 +133,7 @@ class Record:
     checksum
         xxh3-128 of the stored bytes.
     compute_us
-        Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
+        Microseconds that computing the tokens took, as a prefill; 0 if unknown.
     created
         Nanoseconds since the epoch.
     form
@@ -215,7 +215,7 @@ class Record:
         )
         body, seal = view[: -RECORD_SEAL.size], view[-RECORD_SEAL.size :]
         if version != FORMAT_VERSION or _seal(body) != seal:
-            # only the version byte may be damaged: then the record is not from a newer version
+            # if only the version byte is damaged, the record is not from a newer version
             if version > FORMAT_VERSION and _seal(bytes([FORMAT_VERSION]) + bytes(body[1:])) != seal:
                 raise IncompatibleError(
                     f"record {key.hex()} has format {version}, this version reads up to {FORMAT_VERSION}; "
@@ -223,7 +223,7 @@ class Record:
                 )
             raise CorruptError(f"record {key.hex()}: checksum mismatch")
         if form not in (PAGE, SNAPSHOT):
-            # how its key is made is not known either
+            # this version cannot compute its key either
             raise IncompatibleError(
                 f"record {key.hex()} has form {form}, which this version does not know; upgrade prefixstore"
             )
@@ -241,7 +241,7 @@ def _seal(body: Buffer) -> bytes:
 
 
 def record_bytes(n_token_bytes: int) -> int:
-    """How long the stored form of a record with so many bytes of tokens is."""
+    """The length of a stored record with so many bytes of tokens."""
     return RECORD.size + n_token_bytes + RECORD_SEAL.size
 
 
@@ -263,7 +263,7 @@ def identity_of(stored: Buffer | None) -> Identity | None:
 
 
 class Head(NamedTuple):
-    """The fixed fields of a record, as far as they matter without its tokens and its payload; see `Record`."""
+    """The fields of a record that matter without its tokens and its payload; see `Record`."""
 
     namespace: bytes
     parent: bytes
@@ -304,7 +304,7 @@ class StoredPage(NamedTuple):
 
 
 def _layout(fields: Mapping[str, str]) -> np.dtype[np.void]:
-    """Fields for NumPy, to read many at once."""
+    """The same layout for NumPy, to read many at once."""
     return np.dtype([(name, f"V{code[:-1]}" if code.endswith("s") else f"<{code}") for name, code in fields.items()])
 
 
@@ -329,7 +329,7 @@ def facts_of(
     records: Sequence[Buffer],
     usages: Sequence[Buffer | None],
 ) -> Facts:
-    """The facts of pages, as `PageView.facts` returns them, from their stored bytes; the usage may be missing."""
+    """The facts of pages, as `PageView.facts` returns them, from their stored rows; usage may be missing."""
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])
     record, sizes = _fields(records, RECORD.size, _RECORDS)
@@ -355,7 +355,7 @@ def facts_of(
 def _fields(
     stored: Sequence[Buffer], size: int, layout: np.dtype[np.void]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """The first `size` bytes of each, zeros for one that is shorter; and the length of each."""
+    """The first `size` bytes of each (zeros if it is shorter), and the length of each."""
     missing = bytes(size)
     fields = np.frombuffer(b"".join([each[:size] if len(each) >= size else missing for each in stored]), layout)
     return fields, np.fromiter(map(len, stored), np.int64, len(stored))

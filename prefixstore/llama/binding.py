@@ -1,7 +1,7 @@
-"""Everything of llama-cpp-python that is not its public interface, and that a new version or a fork may move.
+"""The parts of llama-cpp-python that are not its public interface, and that a new version or a fork may change.
 
-All other modules reach a ``Llama`` through these functions and constants, through public attributes, most of which
-`REQUIRED` lists as well, and through the C functions of llama.cpp. `check_versions` says which of them a version lacks.
+Other modules use a ``Llama`` only through these functions and constants, through public attributes (`REQUIRED` has most
+of them), and through the C functions of llama.cpp. `check_versions` says which of them a version lacks.
 
 Tried with llama-cpp-python 0.3.36, whose llama.cpp is 0c1e5709.
 """
@@ -37,7 +37,7 @@ LONGEST_TOKEN = 1024
 
 ContextClass = LlamaContext
 
-# what classes must have; of a Llama, its instances
+# the attributes that classes must have; in the case of a Llama, its instances
 REQUIRED: dict[type, str] = {
     llama_cpp.Llama: """
         _create_completion _ctx _init_sampler _logits_all _lora_adapter _model _requires_eval _seed cache chat_handler
@@ -48,8 +48,8 @@ REQUIRED: dict[type, str] = {
     LlamaModel: "add_bos_token token_cls",
 }
 
-# What may read the pointer: it only reads the context, or changes nothing that a state depends on. A name that a
-# version lacks does no harm.
+# Functions that may read the pointer, since they change nothing that a state depends on. A name that a version lacks
+# does no harm.
 READERS: dict[type, str] = {
     llama_cpp.Llama: "_create_completion sample save_state",
     LlamaSampler: "sample",
@@ -67,7 +67,7 @@ def _code(cls: type, name: str) -> CodeType | None:
 
 _READING = frozenset(_code(cls, name) for cls, names in READERS.items() for name in names.split()) - {None}
 _COMPLETION = _code(llama_cpp.Llama, "_create_completion")
-# a property that hands the pointer on: the code that reads the property counts
+# a property that passes the pointer on: its caller counts as the reader
 _PASSING_ON = _code(llama_cpp.Llama, "ctx")
 
 
@@ -101,10 +101,9 @@ def is_completion(depth: int) -> bool:
 
 
 def running_completion(llm: llama_cpp.Llama | None = None) -> Mapping[str, Any]:
-    """What the completion that called this, directly or not, was asked for: its local variables; empty outside one.
+    """The local variables of the innermost completion, of this ``Llama`` if given, that called this; empty outside one.
 
-    llama-cpp-python does not tell a cache which ``Llama`` is asking (``self``), nor what for; this frame does. Of
-    several, it is the innermost, or the innermost of this ``Llama``.
+    llama-cpp-python does not tell a cache which ``Llama`` asks (``self``), nor with which arguments; the frame does.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -115,13 +114,13 @@ def running_completion(llm: llama_cpp.Llama | None = None) -> Mapping[str, Any]:
 
 
 def asks_for_prompt_logits(llm: llama_cpp.Llama) -> bool:
-    """Whether this runs inside a completion of a ``Llama`` that returns the logits of its prompt: none are stored."""
+    """Whether this runs inside a completion that returns the logits of its prompt, which are not stored."""
     asked = running_completion(llm)
     return asked.get("logprobs") is not None and bool(asked.get("echo"))
 
 
 def only_reads(frame: FrameType) -> bool:
-    """Whether the code that reads a pointer in this frame is known to change nothing."""
+    """Whether the code that reads a pointer in this frame changes nothing that a state depends on."""
     reader = frame.f_back if frame.f_code is _PASSING_ON else frame
     return reader is not None and reader.f_code in _READING
 
@@ -184,7 +183,7 @@ def prompt_start(llm: llama_cpp.Llama) -> list[int]:
 
 
 def token_kinds(llm: llama_cpp.Llama) -> Callable[[int], TokenKind]:
-    """The kinds of a model's tokens; llama.cpp is asked once for each. A number that is not a token counts as text."""
+    """A function that returns the kind of a token, asking llama.cpp once for each. Numbers without a token are text."""
     weak = weakref.ref(llm)
 
     @cache
@@ -205,21 +204,21 @@ def token_kinds(llm: llama_cpp.Llama) -> Callable[[int], TokenKind]:
     return kind
 
 
-# -- what the Llama believes of its context ---------------------------------------------------------------------------
+# -- what the Llama believes its context holds ------------------------------------------------------------------------
 
 
 def live_tokens(llm: llama_cpp.Llama) -> npt.NDArray[np.intc]:
-    """The tokens that the context holds, a view."""
+    """A view of the tokens that the context holds."""
     return llm.input_ids[: llm.n_tokens]
 
 
 def n_places(llm: llama_cpp.Llama) -> int:
-    """How many tokens a ``Llama`` has places for; llama.cpp rounds the length of its context up."""
+    """For how many tokens a ``Llama`` has places; llama.cpp rounds the length of its context up."""
     return len(llm.input_ids)
 
 
 def set_end(llm: llama_cpp.Llama, n: int) -> None:
-    """Have the context end after its first `n` tokens; a token is evaluated before the next is sampled."""
+    """Cut the context after its first `n` tokens; a token must be evaluated before the next is sampled."""
     llm.n_tokens = n
     llm._requires_eval = True
 
@@ -249,8 +248,8 @@ def last_logits(llm: llama_cpp.Llama) -> npt.NDArray[np.single]:
 # -- the log ----------------------------------------------------------------------------------------------------------
 
 
-# A function of C that does nothing with its arguments: in one of Python a Ctrl-C would be lost, and a model is loaded
-# with thousands of calls.
+# A C function without side effects. In a Python function a Ctrl-C would be lost, and loading a model makes thousands of
+# calls.
 _discard: Any = ctypes.cast(
     ctypes.CDLL(None if os.name == "posix" else "msvcrt").abs,
     llama_cpp.llama_log_callback,  # type: ignore[arg-type,unused-ignore]

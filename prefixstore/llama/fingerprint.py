@@ -31,8 +31,8 @@ from prefixstore.llama.kv_memory import kind_of, streams_of
 from prefixstore.models.file import file_digest, file_identity, model_parts, read_gguf, settings_of_model
 
 SAMPLE = 4096
-# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; that for AMX
-# repacks only quantized tensors, but has no function that reads: its memory is read directly.
+# Buffers whose bytes can be read, and equal those of the file. Others are repacked for a kind of processor. The one for
+# AMX repacks only quantized tensors, but has no function to read them: its memory is read directly.
 DIRECT = "AMX"
 NOT_QUANTIZED = (0, 1, 30)  # ggml_type: F32, F16, BF16
 READABLE = re.compile(r"CPU|CPU_Mapped|\w+_Host|(CUDA|ROCm|MUSA|Vulkan|SYCL|MTL)\d+(_Mapped|_Private)?|Metal(_Mapped)?")
@@ -41,7 +41,7 @@ IMPORTED = time.time()
 # methods of C++: llama_model::get_tensor(const char *), llama_adapter_lora::get_weight(ggml_tensor *)
 GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
 GET_WEIGHT = "_ZN18llama_adapter_lora10get_weightEP11ggml_tensor"
-# name: what it returns, what it takes
+# by name: the type of the result, and those of the arguments
 C_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_get_name": (c_char_p, [c_void_p]),
     "ggml_get_data": (c_void_p, [c_void_p]),
@@ -67,10 +67,10 @@ def _functions() -> dict[str, Any] | None:
 
 
 def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> bool | None:
-    """Whether the model in memory was loaded from this file; None if that cannot be known.
+    """Whether the model in memory was loaded from this file; None if that cannot be found out.
 
-    The metadata is compared. Of each tensor that llama.cpp has mapped, the mapping says the rest; of the others that
-    can be read, three samples do. Of a split model, the first file (`is_first`) has the metadata.
+    The metadata is compared, which a split model has in its first file (`is_first`). Of a tensor that llama.cpp has
+    mapped, the mapping is compared, and of any other that can be read, three samples.
 
     Raises `ContextError` or `OSError` if the file cannot be read.
     """
@@ -94,7 +94,7 @@ def adapter_is_from(llm: llama_cpp.Llama, path: Path) -> bool | None:
         weight = call[GET_WEIGHT](adapter, tensor) if tensor and half in (b"a", b"b") else None
         return weight.contents[half == b"b"] if weight else None
 
-    # it is small: all of it is compared
+    # an adapter is small: whole tensors are compared
     return _is_from(path, call, partial(llama_cpp.llama_adapter_meta_val_str, adapter), find, sys.maxsize)
 
 
@@ -110,13 +110,13 @@ def _is_from(
     find: Callable[[bytes], int | None],
     sample_bytes: int = SAMPLE,
 ) -> bool | None:
-    """Compare a file with what is loaded: `value_of` writes a value of its metadata, `find` finds a tensor by name."""
+    """Compare a file with what is loaded: `value_of` writes a metadata value, `find` finds a tensor by name."""
     metadata, tensors = read_gguf(path)
     if value_of is not None and not all(_has(value_of, name, value) for name, value in metadata.items()):
         return False
     is_same = None
     with path.open("rb", buffering=0) as content, mmap.mmap(content.fileno(), 1, access=mmap.ACCESS_READ) as here:
-        # some file systems (overlay, Btrfs) show other numbers for mappings than for files
+        # mapped: some file systems (overlay, Btrfs) show other inode numbers for mappings than for files
         address, mapped = np.frombuffer(here, np.uint8).ctypes.data, _mapped_files()
         own_file = _file_at(mapped, address)
         for name, start in tensors.items():
@@ -144,9 +144,9 @@ def _is_from(
 
 
 def _reader_of(tensor: int, call: dict[str, Any]) -> tuple[str, Callable[[int, int], bytes] | None]:
-    """The buffer of a tensor, and what reads its bytes, given where and how many.
+    """The name of the buffer of a tensor, and a function that reads so many bytes of the tensor at a position.
 
-    None if they cannot be read, or are not the file's.
+    The function is None if the bytes cannot be read, or differ from those of the file.
     """
     # the first two fields of a ggml_tensor are its type and its buffer; they have no functions
     kind, holder = c_int.from_address(tensor).value, c_void_p.from_address(tensor + 8).value
@@ -166,7 +166,7 @@ def _reader_of(tensor: int, call: dict[str, Any]) -> tuple[str, Callable[[int, i
 
 
 def _mapped_files() -> list[tuple[int, int, str]]:
-    """What is mapped into this process: addresses, and device and inode of the file. Only known on Linux."""
+    """The files that are mapped into this process: first and last address, device and inode. Linux only."""
     found: list[tuple[int, int, str]] = []
     with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -188,11 +188,11 @@ def _has(value_of: Callable[[bytes, Any, int], int], name: str, value: object) -
     return value_of(name.encode(), buffer, len(buffer)) == len(wanted) and buffer.value == wanted
 
 
-# by Llama: what its files were when it was first seen
+# by Llama: the digests of its files
 _KNOWN: WeakKeyDictionary[llama_cpp.Llama, tuple[str, str | None]] = WeakKeyDictionary()
 
-# Fields of llama_context_params that change the content or the layout of a state. Embeddings and pooling are not among
-# them: they decide what is computed from the last layer. How tokens see each other is `attention_type`.
+# Fields of llama_context_params that change the content or the layout of a state. Embeddings and pooling do not: they
+# concern what is computed from the last layer. `attention_type` is how tokens see each other.
 CONTEXT_SETTINGS = (
     "type_k",
     "type_v",
@@ -210,7 +210,7 @@ CONTEXT_SETTINGS = (
 
 
 def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label: str | None) -> Namespace:
-    """The namespace of a context, of a tenant (`salt`), and of the name that the user gave it (`label`).
+    """The namespace of a context, for a tenant (`salt`), with the name that the user gave it (`label`).
 
     Raises `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
     """
@@ -246,9 +246,9 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
 
 
 def llama_cpp_build() -> str:
-    """The build that computes the states: the commit of llama.cpp, as ``llama-server --version`` shows it.
+    """The build that computes states: the commit of llama.cpp, as ``llama-server --version`` shows it.
 
-    The version of llama-cpp-python, where the libraries do not know their commit.
+    If the libraries do not know their commit, the version of llama-cpp-python.
     """
     # where the loader finds the symbol of libggml-base through the library that depends on it: not on Windows
     with contextlib.suppress(AttributeError, UnicodeDecodeError):
@@ -264,7 +264,7 @@ def llama_cpp_build() -> str:
 def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
     """The digests of the model and of its LoRA adapter, of the files that were loaded.
 
-    They are taken once: what is in memory does not change when a file does.
+    Computed once for each Llama: what is in memory does not change when a file does.
     """
     known = _KNOWN.get(llm)
     if known is None:
@@ -279,7 +279,7 @@ def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
 
 
 def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> str:
-    """The digest of a file, if it is the one that was loaded."""
+    """The digest of a file. Raises `ContextError` if it is not the one that was loaded."""
     try:
         real = Path(path).resolve(strict=True)
         before = file_identity(real.stat())

@@ -83,7 +83,7 @@ def store_of(codecs):
     """A store with a page for each of these codecs."""
     with engine_of(Watcher(), state_of=compressible) as store:
         left = iter(codecs)
-        store.engine.captures._committer._encode = lambda namespace, raw: encode(raw, next(left))
+        store.engine.write_queue._committer._encode = lambda namespace, raw: encode(raw, next(left))
         tokens = [i for i in range(len(codecs)) for _ in range(P)]
         assert store.put(tokens, SIZE) == len(codecs)
         store.wanted = store.path(tokens).pages
