@@ -174,6 +174,10 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
             "CREATE TABLE prefixstore_meta (magic text); CREATE TABLE prefixstore_schema (version_num text); "
             "INSERT INTO prefixstore_schema VALUES ('1'); INSERT INTO prefixstore_meta VALUES ('mine')"
         ),
+        (
+            "CREATE TABLE prefixstore_schema AS SELECT '4' AS version_num; "
+            "CREATE TABLE prefixstore_meta AS SELECT 'prefixstore' AS magic, 'text' AS format"
+        ),
         "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
     ],
 )

@@ -190,8 +190,8 @@ class Database(Backend):
 
         Raises `IncompatibleError` if it is not.
         """
-        if len(meta) != 1:
-            raise IncompatibleError(f"{self.location} has {len(meta)} rows in {META}; it is not a store of prefixstore")
+        if len(meta) != 1 or not isinstance(meta[0][-1], int):
+            raise refusals.foreign(self.location, "tables")
         if meta[0][-1] != FORMAT_VERSION:
             raise refusals.other_format(self.location, meta[0][-1], FORMAT_VERSION)
 
