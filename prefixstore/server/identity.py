@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -219,10 +220,12 @@ class ServerIdentity:
 
     def check(self, server: LlamaServer) -> None:
         """Raise `ServerRefusedError` if another server answers there by now, or its model was replaced."""
-        if self.process is not None:
-            is_same = start_ticks(self.process[0]) == self.process[1]
-        else:
-            is_same = all(_file_identity(path) == found for path, found in self.files.items())
+        is_same = False
+        with suppress(OSError):  # a file that is gone
+            if self.process is not None:
+                is_same = start_ticks(self.process[0]) == self.process[1]
+            else:
+                is_same = all(file_identity(Path(path).stat()) == found for path, found in self.files.items())
         if not is_same:
             raise ServerRefusedError(f"{server.url} was restarted, or its model replaced: open the store again")
 
@@ -236,13 +239,6 @@ class ServerIdentity:
                     f"the states of the server have the ggml types {sorted(found)} as {name}, and its arguments say "
                     f"{self.settings[name]}: nothing is stored"
                 )
-
-
-def _file_identity(path: str) -> list[int] | None:
-    try:
-        return file_identity(Path(path).stat())
-    except OSError:
-        return None
 
 
 def _reason(arguments: Arguments, environ: Mapping[str, str]) -> str | None:

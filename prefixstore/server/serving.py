@@ -87,7 +87,9 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     check_program(argv, environ)
     failure = ""
     try:
-        opened(settings.location, settings.on_damage, lambda: _check_store(settings))
+        # an unreachable far location is not an error
+        options = {"namespace": "server", **settings.store_options}
+        opened(settings.location, settings.on_damage, lambda: PrefixStore(settings.location, **options).close())
     except StorageError as error:
         failure = str(error)
         if settings.on_damage is OnDamage.FAIL:
@@ -199,11 +201,6 @@ async def _listen(
         announce(f"listening on {address_of(listener)}")
     await stopped.wait()
     await runner.cleanup()
-
-
-def _check_store(settings: ServeSettings) -> None:
-    """Open the store and close it again. An unreachable far location is not an error."""
-    PrefixStore(settings.location, **{"namespace": "server", **settings.store_options}).close()
 
 
 def _what_is_stored(session: ServerSession) -> str:

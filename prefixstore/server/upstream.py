@@ -19,8 +19,7 @@ from yarl import URL
 from prefixstore.server.refused import RefusedError
 
 # a name: it listens on a socket
-NAME: Final = "llama-server"
-SERVER_URL: Final = f"http://{NAME}"
+SERVER_URL: Final = "http://llama-server"
 # as aiohttp reads them: what is not UTF-8 has surrogates
 Headers: TypeAlias = Mapping[str, str]
 
@@ -147,8 +146,7 @@ class Upstream:
         RefusedError
             If the target, the method or a header cannot be sent.
         """
-        kept = end_to_end(headers, ("expect", "content-length"))
-        kept["host"] = NAME
+        kept = end_to_end(headers, ("expect", "content-length", "host"))
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
         silent = self._timeout if timeout is None else None
