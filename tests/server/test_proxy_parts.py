@@ -315,7 +315,6 @@ def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
     ("n", "held", "found", "told", "source"),
     [
         (20, 0, None, "restored=0 of 20; computed=20; reason=short", ("none", "short")),
-        # the last token is always computed
         (20, 20, None, "restored=0 of 20; computed=1; reason=short", ("live", "short")),
         (60, 60, None, "restored=0 of 60; computed=1; reason=live", ("live", None)),
         (60, 0, "not_found", "restored=0 of 60; computed=60; reason=not_found", ("none", "not_found")),
