@@ -177,6 +177,8 @@ class Exchange:
         error = {"error": {"code": status, "message": message, "type": error_kind(status)}}
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED:
             headers["retry_after"] = RETRY_SECONDS
+        # a page of another origin may read it, as it may read llama-server's errors
+        headers["access_control_allow_origin"] = "*"
         self.answer(status, json.dumps(error).encode(), "application/json; charset=utf-8", **headers)
 
     def cut(self) -> None:

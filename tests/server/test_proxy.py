@@ -305,7 +305,7 @@ def test_a_large_body_and_a_full_queue_are_refused(serve: Serve):
     with served.endless() as lines:
         next(lines)
         answer = served.post("/completion", json={"prompt": "Hello"})
-        assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, "*")
 
 
 @pytest.mark.slow
