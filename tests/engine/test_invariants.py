@@ -65,31 +65,21 @@ def test_a_sound_location_has_no_violations(backend):
 FIVE = chain(5)
 LAST = FIVE[4][0]
 TAKEN = page([5], LAST, 10, form=SNAPSHOT)
-# pages, some of which are wrong; the rule, what it says, and of which page
+# what is stored beside a page that is wrong; the rule, and what it says
 WRONG = {
-    "without a parent": ([*FIVE[:3], FIVE[4]], FIVE[4], "parent", f"its parent {FIVE[3][0].hex()} is missing"),
-    "elsewhere": (
-        [*FIVE, one := page([5], LAST, 11)],
-        one,
-        "position",
-        "starts at 11, but its parent ends at 10",
-    ),
-    "not at the start": ([one := page([6], start=3)], one, "position", "a first page starts at 3, not at 0"),
-    "another namespace": (
-        [*FIVE, one := page([5], LAST, 10, TWO.key)],
-        one,
-        "namespace",
-        "its parent is in another namespace",
-    ),
+    "without a parent": (FIVE[:3], FIVE[4], "parent", f"its parent {FIVE[3][0].hex()} is missing"),
+    "elsewhere": (FIVE, page([5], LAST, 11), "position", "starts at 11, but its parent ends at 10"),
+    "not at the start": ([], page([6], start=3), "position", "a first page starts at 3, not at 0"),
+    "another namespace": (FIVE, page([5], LAST, 10, TWO.key), "namespace", "its parent is in another namespace"),
     "an unknown namespace": (
-        [one := page([6], bytes(32), 0, bytes(32))],
-        one,
+        [],
+        page([6], bytes(32), 0, bytes(32)),
         "namespace",
         f"namespace {bytes(32).hex()} has no settings",
     ),
     "after a snapshot": (
-        [*FIVE, TAKEN, one := page([6], TAKEN[0], 11)],
-        one,
+        [*FIVE, TAKEN],
+        page([6], TAKEN[0], 11),
         "parent",
         "its parent is a snapshot, which cannot have children",
     ),
@@ -98,9 +88,9 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_page_that_is_out_of_place_is_found(backend, wrong):
-    pages, (key, _), rule, message = WRONG[wrong]
-    put(backend, *pages)
-    assert found(backend) == [(rule, key.hex(), message)]
+    pages, one, rule, message = WRONG[wrong]
+    put(backend, *pages, one)
+    assert found(backend) == [(rule, one[0].hex(), message)]
 
 
 def test_a_location_beyond_its_budget_is_found(backend):

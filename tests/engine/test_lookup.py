@@ -7,32 +7,7 @@ import pytest
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.record import Usage
-from tests.support.engines import (
-    MIB,
-    A,
-    MemoryPages,
-    P,
-    Store,
-    put_snapshots,
-    snapshot_of,
-    store_of,
-    two_stores,
-)
-
-
-class Random:
-    """Sequences that begin like earlier ones, up to a random place."""
-
-    def __init__(self, seed, alphabet):
-        self.chance, self.alphabet = random.Random(seed), alphabet
-        self.seen = [[]]
-
-    def tokens(self, longest=22):
-        known = self.chance.choice(self.seen)
-        new = known[: self.chance.randrange(len(known) + 1)]
-        new = new + self.chance.choices(self.alphabet, k=self.chance.randrange(max(longest - len(new), 0) + 1))
-        self.seen.append(new)
-        return new
+from tests.support.engines import MIB, A, MemoryPages, P, Store, put_snapshots, snapshot_of, store_of, two_stores
 
 
 @pytest.fixture(params=["memory", "lmdb"])
@@ -45,12 +20,12 @@ def store(request, tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, seed):
-    some = Random(seed, [0, 1])
+    chance = random.Random(seed)
     known, waiting = [], []
     for step in range(40):
-        tokens = some.tokens()
-        if not tokens:
-            continue
+        # many begin like earlier ones
+        before = chance.choice([[], *known])
+        tokens = before[: chance.randrange(len(before) + 1)] + chance.choices([0, 1], k=chance.randint(1, 9))
         waiting += store.announce(tokens[: len(tokens) // 4 * 4], 0)
         new = snapshot_of(store, tokens)
         if store.engine.write_queue.announce(new):
@@ -60,8 +35,8 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
             store.engine.commit(waiting)
             waiting = []
         for multiple_of in (1, 2, 3):
-            wanted = some.tokens(26)
-            limit = some.chance.randrange(len(wanted) + 1)
+            wanted = chance.choice(known) + chance.choices([0, 1], k=2)
+            limit = chance.randrange(len(wanted) + 1)
             here = [len(one) for one in known if wanted[: len(one)] == one and len(one) <= limit]
             expected = max((n for n in here if n % multiple_of == 0), default=0)
             assert store.match_snapshot(wanted, limit, multiple_of) == expected
