@@ -149,7 +149,6 @@ def test_stats_and_ls_count_what_is_stored(store, run, as_json):
     code, out, _ = run("ls", store)
     assert code == 0
     assert re.search(rf"{MINE.key.hex()[:12]}.* mine +7 ", out)
-    assert run("stats", store)[0] == 0
 
 
 def test_ls_tells_namespaces_of_one_model_apart(tmp_path, run):
