@@ -71,6 +71,7 @@ def test_a_location_that_cannot_be_written_is_refused():
         there = parent / "there"
         there.mkdir()
         there.chmod(0o555)
+        (parent / "hidden").mkdir(mode=0o700)
         parent.chmod(0o555)
 
         def use():
@@ -78,6 +79,8 @@ def test_a_location_that_cannot_be_written_is_refused():
                 os.setgid(65534)
                 os.setuid(65534)
             assert refusal(there).startswith(f"LocationError: {there} is not writable")
+            assert "read_only=True is enough" in refusal(there)
+            assert refusal(parent / "hidden", read_only=True).endswith("run as its owner, or choose another location")
             assert refusal(parent / "new").startswith("LocationError: ")
 
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixstore.backends.lmdb import checked
+from prefixstore.backends.lmdb import checked, walk
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError
 from tests.support import in_fork, keys_of
@@ -143,7 +143,9 @@ def test_reading_without_the_right_to_write_says_which_file_must_be_writable(fol
             os.chown(path, 0, GROUP)
             path.chmod(0o750 if path.is_dir() else 0o640)
 
-        def use(location=location, named=named):
+        def use(location=location, named=named, here=here):
+            # nor does the process that reads the file before it is opened end with an error of its own
+            assert named != "lock.mdb" or walk._main(str(here / "kv")) is None
             message = refusal(location, read_only=True)
             assert message.startswith("LocationError"), message
             assert named in message, message

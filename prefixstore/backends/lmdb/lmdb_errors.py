@@ -62,11 +62,12 @@ def prepare_directory(path: Path, *, read_only: bool) -> None:
     except OSError as error:
         done = "read" if read_only else "created"
         raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
-    what, needed = ("readable", 0) if read_only else ("writable", os.W_OK)
-    if not os.access(path, os.R_OK | os.X_OK | needed):
+    what = "readable" if not os.access(path, os.R_OK | os.X_OK) else "writable"
+    if what == "readable" or not (read_only or os.access(path, os.W_OK)):
+        hint = ". To read, read_only=True is enough, as for prefixstore ls, show, check and export"
         raise LocationError(
-            f"{path} is not {what} for this user; run as its owner, or choose another location. To read, "
-            "read_only=True is enough, as for prefixstore ls, show, check and export"
+            f"{path} is not {what} for this user; run as its owner, or choose another location"
+            f"{hint if what == 'writable' else ''}"
         )
 
 

@@ -99,8 +99,8 @@ def _main(directory: str) -> str | None:
         return None
     try:
         env = lmdb.open(directory, readonly=True, create=False, map_size=0, max_readers=MAX_READERS, mode=0o600)
-    except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError):
-        # not an LMDB file, or of another version: opening it raises the error
+    except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError, lmdb.ReadonlyError):
+        # not an LMDB file, of another version, or without the right to register a reader: opening it raises the error
         return None
     try:
         is_read = False
