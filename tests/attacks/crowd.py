@@ -84,7 +84,7 @@ class Member:
         found = store.restore(space, tokens, streamed=self.chance.random() < 0.5)
         assert found is not None
         require_right(space, tokens, found[1])
-        store.engine.captures.nudge()
+        store.engine.write_queue.nudge()
 
     def pin(self, store: Store) -> None:
         space, tokens = self.prompt()
@@ -98,7 +98,7 @@ class Member:
 
     def thin(self, store: Store) -> None:
         space, tokens = self.prompt()
-        store.engine.captures.thin(key_of(space), as_tokens(tokens), P, 1, 8)
+        store.engine.write_queue.thin(key_of(space), as_tokens(tokens), P, 1, 8)
 
     def flush(self, store: Store) -> None:
         store.flush()

@@ -146,7 +146,7 @@ class Store:
         return taken
 
     def _heal_when_closing(self) -> None:
-        while not self.engine.captures._closing:
+        while not self.engine.write_queue._closing:
             time.sleep(0.001)
         self._heal()
 
@@ -197,7 +197,7 @@ class Store:
 
     def _submit_together(self, pages: Sequence[Page]) -> list[Page]:
         """Have all pages of a sequence written together; those that were taken."""
-        with self.engine.captures._lock:
+        with self.engine.write_queue._lock:
             return [page for page in pages if self.submit(page)]
 
     def submit(self, page: Page) -> bool:
@@ -206,12 +206,12 @@ class Store:
         parent = key_of(page.parent) if page.parent is not None else namespace.key
         piece = as_tokens(page.tokens[page.start :]).tobytes()
         form = SNAPSHOT if page.is_snapshot else PAGE
-        buffer = self.engine.captures.acquire(len(state))
+        buffer = self.engine.write_queue.acquire(len(state))
         if buffer is None:
             return False
         buffer.view[:] = state
         new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
-        return bool(self.engine.captures.submit(new))
+        return bool(self.engine.write_queue.submit(new))
 
     # -- users and operators ------------------------------------------------------------------------------------------
 
