@@ -16,7 +16,6 @@ from prefixstore.server import rates
 from tests.support.browser import browser, chromium  # noqa: F401 - fixtures
 from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - fixtures
 from tests.support.models import TORTURE, load, write
-from tests.support.places import walk_in_this_process
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 from tests.support.s3 import credentials, moto, new_prefix, seaweedfs  # noqa: F401 - fixtures
 from tests.support.served import alone, serve, shared_proxy  # noqa: F401 - fixtures
@@ -32,8 +31,6 @@ MEASURES = {
     "test_proxy_parts": rates,
     "test_tiers": tiers,
 }
-# the tests that are about damaged LMDB files, and the process that walks them
-WALKS = {"test_lmdb_checked", "test_corruption", "test_trusted"}
 
 
 def pytest_configure() -> None:
@@ -87,13 +84,6 @@ def usual_timeouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     module = MEASURES.get(request.path.stem)
     for name, value in usual_limits(module):
         monkeypatch.setattr(module, name, value)
-
-
-@pytest.fixture(autouse=True)
-def few_walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An LMDB file that is checked is walked by this process, not by a child, unless a test is about that."""
-    if request.path.stem not in WALKS:
-        walk_in_this_process(monkeypatch)
 
 
 @pytest.fixture

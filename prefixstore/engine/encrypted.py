@@ -155,19 +155,15 @@ class EncryptedView(View):
         end = OWNER.size + size
         return owner, Row(text[OWNER.size : end], text[end:])
 
-    def _value(self, key: bytes, stored: Row) -> bytes:
-        """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
-        return self._owned(key, stored)[1]
-
     def _owned(self, key: bytes, stored: Row) -> tuple[bytes, bytes]:
-        """Whose a row is, and its value."""
+        """Whose a row is, and its value: an empty one, as if it was damaged, if it cannot be decrypted."""
         found = self.opened(stored)
         return (found[0], found[1].value) if found is not None and found[1].key == key else (NOBODY, b"")
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         names = list(map(self.cipher.stored_key, keys))
         found = zip(keys, names, self._view.get(names), strict=True)
-        return [None if value is None else self._value(key, Row(name, value)) for key, name, value in found]
+        return [None if value is None else self._owned(key, Row(name, value))[1] for key, name, value in found]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         stored = list(map(self.cipher.stored_range, wanted))
@@ -392,7 +388,8 @@ class Encrypted:
                 if found is not None and not row.value.startswith(view.cipher.name_for(found[0]))
             ]
             # what has a payload one by one, so that little is in memory
-            for keys in [*([key] for key in old if key[:1] == RECORD), [key for key in old if key[:1] != RECORD]]:
+            records = [[key] for key in old if key[:1] == RECORD]
+            for keys in filter(None, [*records, [key for key in old if key[:1] != RECORD]]):
                 try:
                     self._put_again(keys)
                     n_done += len(keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -14,7 +13,6 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from prefixstore.backends.lmdb import checked, environment, walk
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.codec import decode
@@ -84,7 +82,6 @@ def build_small(scheme: str, directory: Path) -> None:
         fill(backend, SETTINGS, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9]], size=40)
         with backend.update() as transaction:
             transaction.put_note(b"bookmarks:" + SETTINGS.key, b"names", SETTINGS.key)
-        backend.rows.compact()
 
 
 def flips(data: bytes, step: int) -> Iterator[tuple[str, bytes]]:
@@ -92,26 +89,6 @@ def flips(data: bytes, step: int) -> Iterator[tuple[str, bytes]]:
     many = {at for found in re.finditer(rb"\0{32,}", data) for at in range(*found.span()) if at % 61}
     for at in sorted(set(range(len(data))) - many)[::step]:
         yield f"byte {at}", data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
-
-
-def forked_walks() -> Callable[[Path], None]:
-    """As `checked.require_sound`, in milliseconds: a process that was forked before any store was opened forks."""
-    (asked, ask), (answers, answer) = os.pipe(), os.pipe()
-    if not os.fork():
-        os.close(ask)
-        for line in os.fdopen(asked):
-            reader = os.fork()
-            if not reader:
-                os._exit(bool(walk._main(line.strip())))
-            os.write(answer, b"\1" if os.waitpid(reader, 0)[1] else b"\0")
-        os._exit(0)
-
-    def require_sound(path: Path) -> None:
-        os.write(ask, f"{path.parent}\n".encode())
-        if os.read(answers, 1) != b"\0":
-            raise checked.damaged(path, "a process that has read it says so")
-
-    return require_sound
 
 
 def states(backend: Pages) -> Iterator[tuple[bytes, bytes]]:
@@ -177,11 +154,7 @@ def at_random(data: bytes, first: int, n: int) -> Iterator[tuple[str, bytes]]:
 
 if __name__ == "__main__":
     scheme, directory, numbers = sys.argv[1], Path(sys.argv[2]), list(map(int, sys.argv[3:]))
-    if len(numbers) == 1:
-        checked.require_sound = environment.require_sound = forked_walks()
-        build_small(scheme, directory)
-        damaged = partial(flips, step=numbers[0])
-    else:
-        build(scheme, directory)
-        damaged = partial(at_random, first=numbers[0], n=numbers[1])
+    is_small = len(numbers) == 1
+    (build_small if is_small else build)(scheme, directory)
+    damaged = partial(flips, step=numbers[0]) if is_small else partial(at_random, first=numbers[0], n=numbers[1])
     print(json.dumps(main(scheme, directory, damaged)))

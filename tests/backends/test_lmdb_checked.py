@@ -1,4 +1,4 @@
-"""Opening an LMDB file has a child process walk it, unless it was closed by us and nothing has changed since."""
+"""An LMDB file that is opened is verified, unless it was closed by us and nothing has changed since."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from prefixstore.backends.lmdb import checked
 from prefixstore.backends.lmdb.checked import NOTE
 from prefixstore.backends.lmdb.lmdb_backend import LMDBBackend
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.errors import CorruptError
 from tests.support import PATIENCE, in_thread, python
 from tests.support.rows import Writer, delete, key_of, rows_of
 from tests.support.rows import put as put_row
@@ -24,23 +24,23 @@ def write(backend, *numbers):
 
 
 @contextmanager
-def walks(monkeypatch):
-    """The files that are walked in the block when stores are opened."""
+def verified(monkeypatch):
+    """The files that are verified in the block when stores are opened."""
     found = []
-    walk = checked.require_sound
+    verify = checked.require_sound
 
     def counted(path):
         found.append(path)
-        walk(path)
+        return verify(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(checked, "require_sound", counted)
         yield found
 
 
-def n_walks(monkeypatch, path, **options):
-    """How often opening a store has its file walked."""
-    with walks(monkeypatch) as found, closing(LMDBBackend(path, 16 * MIB, **options)) as backend:
+def n_verified(monkeypatch, path, **options):
+    """How often opening a store has its file verified."""
+    with verified(monkeypatch) as found, closing(LMDBBackend(path, 16 * MIB, **options)) as backend:
         assert len(rows_of(backend)) >= 30
         return len(found)
 
@@ -48,9 +48,9 @@ def n_walks(monkeypatch, path, **options):
 @pytest.fixture
 def kv(tmp_path, monkeypatch):
     """A store with some pages, closed."""
-    with walks(monkeypatch) as found, closing(LMDBBackend(tmp_path / "kv", 16 * MIB)) as backend:
+    with verified(monkeypatch) as found, closing(LMDBBackend(tmp_path / "kv", 16 * MIB)) as backend:
         write(backend, *range(30))
-    # a new one is not walked either
+    # a new one is not verified either
     assert found == []
     return tmp_path / "kv"
 
@@ -67,9 +67,9 @@ def break_leaf(path, at_byte=16, other=b"\xfe\xff"):
         file.write(raw)
 
 
-def test_a_file_that_was_closed_is_not_walked_again(kv, monkeypatch):
-    assert n_walks(monkeypatch, kv) == 0
-    assert n_walks(monkeypatch, kv, read_only=True) == 0
+def test_a_file_that_was_closed_is_not_verified_again(kv, monkeypatch):
+    assert n_verified(monkeypatch, kv) == 0
+    assert n_verified(monkeypatch, kv, read_only=True) == 0
     with closing(LMDBBackend(kv, 16 * MIB)) as backend:
         write(backend, 100)
         with suppress(ZeroDivisionError), backend.update() as draft:
@@ -80,13 +80,13 @@ def test_a_file_that_was_closed_is_not_walked_again(kv, monkeypatch):
         backend.compact(erase=True)
         backend.compact()
         write(backend, *range(10))
-    assert n_walks(monkeypatch, kv) == 0
+    assert n_verified(monkeypatch, kv) == 0
 
 
 # also flags of a page, and the size of its first value: LMDB reads that, and goes wrong when it writes
 @pytest.mark.parametrize(("at_byte", "other"), [(16, b"\xfe\xff"), (11, b"\x80"), (0, b"\5")])
 @pytest.mark.parametrize("is_set_back", [False, True])
-def test_a_file_that_something_else_has_changed_is_walked_and_refused(kv, is_set_back, at_byte, other):
+def test_a_file_that_something_else_has_changed_is_verified_and_refused(kv, is_set_back, at_byte, other):
     before = (kv / "data.mdb").stat()
     break_leaf(kv, at_byte, other)
     if is_set_back:
@@ -95,13 +95,13 @@ def test_a_file_that_something_else_has_changed_is_walked_and_refused(kv, is_set
         LMDBBackend(kv, 16 * MIB)
 
 
-def test_a_copy_is_walked_and_the_same_file_in_another_directory_is_not(kv, tmp_path, monkeypatch):
+def test_a_copy_is_verified_and_the_same_file_in_another_directory_is_not(kv, tmp_path, monkeypatch):
     # with all times
     subprocess.run(["cp", "-a", kv, tmp_path / "copy"], check=True)
-    assert n_walks(monkeypatch, tmp_path / "copy") == 1
-    assert n_walks(monkeypatch, tmp_path / "copy") == 0
+    assert n_verified(monkeypatch, tmp_path / "copy") == 1
+    assert n_verified(monkeypatch, tmp_path / "copy") == 0
     kv.rename(tmp_path / "moved")
-    assert n_walks(monkeypatch, tmp_path / "moved") == 0
+    assert n_verified(monkeypatch, tmp_path / "moved") == 0
 
 
 def test_any_other_note_is_none(kv, monkeypatch):
@@ -110,31 +110,31 @@ def test_any_other_note_is_none(kv, monkeypatch):
     sound = note.read_bytes()
     for other in (b"", sound[:-2], sound + b"x", b"1" + sound):
         note.write_bytes(other)
-        assert n_walks(monkeypatch, kv, read_only=True) == 1
+        assert n_verified(monkeypatch, kv, read_only=True) == 1
     note.write_bytes(sound)
-    assert n_walks(monkeypatch, kv, read_only=True) == 0
+    assert n_verified(monkeypatch, kv, read_only=True) == 0
     data = (kv / "data.mdb").stat()
     os.utime(note, ns=(data.st_atime_ns, data.st_mtime_ns))
-    assert n_walks(monkeypatch, kv, read_only=True) == 1
+    assert n_verified(monkeypatch, kv, read_only=True) == 1
     for make in (lambda path: path.symlink_to("elsewhere"), os.mkdir):
         note.unlink()
         make(note)
-        assert n_walks(monkeypatch, kv) == 1
-        assert n_walks(monkeypatch, kv) == note.is_dir()
+        assert n_verified(monkeypatch, kv) == 1
+        assert n_verified(monkeypatch, kv) == note.is_dir()
     assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
 
 
-def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_is(kv, monkeypatch):
+def test_a_file_that_another_process_has_open_is_not_verified_and_after_a_kill_it_is(kv, monkeypatch):
     other = Writer(kv, 16 * MIB)
     other.write(500)
     for options in ({}, {"read_only": True}):
-        assert n_walks(monkeypatch, kv, **options) == 0
+        assert n_verified(monkeypatch, kv, **options) == 0
     other.process.kill()
     other.process.communicate()
     # it has written after the last one who closed the file
     (kv / NOTE).write_bytes(b"")
-    assert n_walks(monkeypatch, kv) == 1
-    assert n_walks(monkeypatch, kv) == 0
+    assert n_verified(monkeypatch, kv) == 1
+    assert n_verified(monkeypatch, kv) == 0
 
 
 def test_a_file_that_another_process_has_read_is_waited_for(kv, monkeypatch):
@@ -142,33 +142,12 @@ def test_a_file_that_another_process_has_read_is_waited_for(kv, monkeypatch):
     with python(f"{lock}; sys.stdin.readline()", kv / "data.mdb") as process:
         assert process.stdout.readline() == "held\n"
         opened = []
-        thread = in_thread(lambda: opened.append(n_walks(monkeypatch, kv)))
+        thread = in_thread(lambda: opened.append(n_verified(monkeypatch, kv)))
         thread.join(0.1)
         assert opened == []
         process.stdin.close()
         thread.join(PATIENCE)
         assert opened == [0]
-
-
-def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(kv, monkeypatch):
-    (kv / NOTE).unlink()
-    for name in ("/bin/false", "/nowhere"):
-        monkeypatch.setattr(checked, "get_executable", lambda name=name: name)
-        with pytest.raises(UnavailableError, match="cannot be checked"):
-            LMDBBackend(kv, 16 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("number", "error"), [("SIGTERM", UnavailableError), ("SIGKILL", UnavailableError), ("SIGSEGV", CorruptError)]
-)
-def test_only_signals_of_wrong_pointers_are_damage(kv, tmp_path, monkeypatch, number, error):
-    (kv / NOTE).unlink()
-    ended = tmp_path / "ended"
-    ended.write_text(f"#!/bin/sh\nkill -{number.removeprefix('SIG')} $$\n")
-    ended.chmod(0o700)
-    monkeypatch.setattr(checked, "get_executable", lambda: str(ended))
-    with pytest.raises(error):
-        LMDBBackend(kv, 16 * MIB)
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -26,13 +26,6 @@ def test_a_message_comes_back(size):
     assert len(stored) == sealed_size(size)
 
 
-def test_each_byte_counts():
-    whole = bytes(SEALER.seal(NAME, b"place", b"message"))
-    for at in range(len(whole)):
-        with pytest.raises(UndecryptableError):
-            SEALER.unseal(b"place", whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-
-
 @pytest.mark.parametrize("size", [7, SEGMENT - 5, SEGMENT, 3 * SEGMENT])
 def test_nothing_can_be_left_out_exchanged_or_appended(size):
     stored, step = bytes(SEALER.seal(NAME, b"place", os.urandom(size))), SEGMENT + TAG_BYTES

@@ -15,12 +15,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.attacks.power import MARK, Disk, read_journal
 from tests.model import driver
 from tests.support import python
-from tests.support.places import walk_in_this_process
 from tests.support.sql_rows import before_statements
 from tests.support.timeouts import disable_timeouts
 
@@ -73,7 +70,6 @@ def fork_for_ever() -> None:
     from tests.model import mutations
 
     disable_timeouts()
-    walk_in_this_process(pytest.MonkeyPatch())
     _watch_what_changes_something()
     # those that have ended stay zombies until this process ends: no other process gets the number of one
     for line in sys.stdin:

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb import checked, environment, walk
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.namespace import Namespace
@@ -44,20 +43,6 @@ def place(scheme, tmp_path, request, name="kv"):
     if scheme == "memory":
         return "memory:"
     return request.getfixturevalue({"postgresql": "new_database", "valkey": "new_valkey", "s3": "new_prefix"}[scheme])()
-
-
-def walk_in_this_process(patch):
-    """Walk LMDB files here when they are opened: a child takes 0.2 s, which is much for thousands of small files.
-
-    A check of one that is open does not walk it: LMDB opens no file twice in a process.
-    """
-
-    def require_sound(path):
-        if why := walk._main(str(path.parent)):
-            raise checked.damaged(path, why)
-
-    patch.setattr(checked, "require_sound", require_sound)
-    patch.setattr(environment, "require_sound", lambda path: None)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""Knows whether an LMDB file was sound and only LMDB has written to it since; if not, a child process reads it first.
+"""Knows whether an LMDB file was sound and only LMDB has written to it since; if not, it is verified first.
 
 Processes that have the store open hold a shared lock on the data. A writer removes the file `checked` beside them when
 it opens the store, and when it closes it notes there the inode number, size and times of the data. So a process that
-opens the store has the data read unless another one has them open, or what was noted is what they still show: then
-nothing has written to them since. They are read after any other program has written to them, in a copy or a restored
-backup, and if a process was killed, or has crashed, before it closed the store.
+opens the store verifies the data unless another one has them open, or what was noted is what they still show: then
+nothing has written to them since. They are verified after any other program has written to them, in a copy or a
+restored backup, and if a process was killed, or has crashed, before it closed the store.
 
 File systems record times in steps of some milliseconds. So what was noted counts only if it has a later time than the
 data: whatever is written to them after that has another time than was noted. The note needs no protection: who can
@@ -14,19 +14,14 @@ write it can write the data as well.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.spawn import get_executable
 from pathlib import Path
 from stat import S_IMODE
 
-import lmdb
-
-from prefixstore.backends.lmdb.walk import DAMAGED, SOUND
+from prefixstore.backends.lmdb.walk import verify_file
 from prefixstore.errors import CorruptError, UnavailableError
 
 if sys.platform != "win32":
@@ -34,8 +29,6 @@ if sys.platform != "win32":
 
 # the name of the file
 NOTE = "checked"
-# what ends a process that follows a wrong pointer; other signals come from outside
-CRASHES = {-signal.SIGSEGV, -getattr(signal, "SIGBUS", signal.SIGSEGV), -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
 # how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
 ATTEMPTS, STEP = 5, 0.005
 
@@ -48,35 +41,15 @@ def damaged(path: Path, why: str) -> CorruptError:
     )
 
 
-def require_sound(path: Path) -> None:
-    """Have a child process read a data file.
-
-    Raises `CorruptError` if the file is damaged and `UnavailableError` if it could not be read.
-    """
+def require_sound(path: Path, snapshot: int | None = None) -> bool:
+    """As `verify_file`, of a data file. Also raises `UnavailableError` if it cannot be read."""
     try:
-        path.open("rb").close()
+        return verify_file(path, snapshot)
+    except CorruptError as error:
+        raise damaged(path, str(error)) from error
     except OSError as error:
         # this process may have changed its user since it opened the store
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
-    packages, walk = Path(lmdb.__file__ or "").parents[1], Path(__file__).with_name("walk.py")
-    command = [get_executable() or sys.executable or "", "-I", "-S", str(walk), str(path.parent), str(packages)]
-    try:
-        # in a session of its own: the signals of a terminal are not for it
-        done = subprocess.run(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, start_new_session=True
-        )
-    except OSError as error:
-        raise UnavailableError(f"{path} cannot be checked: {error}") from error
-    said = done.stdout.decode(errors="replace")
-    if said.startswith(DAMAGED):
-        raise damaged(path, said.removeprefix(DAMAGED))
-    if done.returncode in CRASHES:
-        raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
-    # it has to say so: another program, or a system that does not keep exit codes for this process, says nothing
-    if said != SOUND:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        why = last or f"{os.fsdecode(command[0])!r} ended with {done.returncode}, and has not said that it is sound"
-        raise UnavailableError(f"{path} cannot be checked: {why}")
 
 
 class CheckedFile:
@@ -95,7 +68,7 @@ class CheckedFile:
         return self._note.exists()
 
     def enter(self, *, is_new: bool) -> None:
-        """Before the data are opened: have them read, unless this process has just made them, or it is not necessary.
+        """Before the data are opened: verify them, unless this process has just made them, or it is not necessary.
 
         Raises as `require_sound` does.
         """
@@ -112,7 +85,7 @@ class CheckedFile:
             raise
 
     def _lock_it(self) -> bool:
-        """Lock the data; whether exclusively. Waits while another process has them read, or replaces them."""
+        """Lock the data; whether exclusively. Waits while another process verifies or replaces them."""
         while True:
             self.drop()
             if sys.platform == "win32":
@@ -139,7 +112,7 @@ class CheckedFile:
                 raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
             yield
         finally:
-            # waits at most for a process that reads the data to check them: nobody waits for the lock of the directory
+            # waits at most for a process that verifies the data: nobody waits for the lock of the directory
             fcntl.flock(self._handle, fcntl.LOCK_SH)
             os.close(directory)
 
@@ -149,7 +122,7 @@ class CheckedFile:
             self._note.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Something in the data is damaged: the next process that opens them has them read. Readers note that, too."""
+        """Something in the data is damaged: the next process that opens them verifies them. Readers note that, too."""
         self._is_sound = False
         self.drop_note()
 
@@ -159,7 +132,7 @@ class CheckedFile:
             if self._is_sound and was_written:
                 self._say_sound()
         except OSError:
-            pass  # they are read once more
+            pass  # they are verified once more
         finally:
             self.drop()
 

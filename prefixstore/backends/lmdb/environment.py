@@ -21,11 +21,12 @@ from prefixstore.backends.files import publish, sync_path
 from prefixstore.backends.forks import HandleLock, abandon, adding, is_quiet, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.lmdb_errors import lmdb_error, not_opened, prepare_directory
-from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
+from prefixstore.backends.lmdb.walk import MAGIC
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
 SMALLEST_MAP = 1 << 20
+MAX_READERS = 512
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
@@ -160,7 +161,7 @@ class Environment:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Raise the prefixstore error for an LMDB error in this block. After damage the file is walked when opened."""
+        """Raise the prefixstore error for an LMDB error in this block. After damage the file is verified again."""
         try:
             yield
         except lmdb.Error as error:
@@ -254,9 +255,12 @@ class Environment:
             self.env.close()
 
     def check(self) -> None:
-        """Have a child process walk the file. Raises `CorruptError`."""
-        with self.translated():
-            require_sound(self.path / DATA)
+        """Verify the file. Raises `CorruptError`."""
+        is_read = False
+        while not is_read:
+            # others may write two transactions before it is read which pages this one sees
+            with self.begin(write=False) as txn:
+                is_read = require_sound(self.path / DATA, txn.id())
 
     def rewrite(self, *, erase: bool) -> int:
         """Put a copy of all rows in the place of the file; returns by how many bytes it is smaller.

@@ -1,12 +1,9 @@
-"""Reads all of an LMDB file by LMDB's own means: a child process runs this module as a script.
+"""Verifies an LMDB file before LMDB uses it, which trusts what it reads: one changed byte can end the process.
 
-LMDB trusts what it reads: a changed byte can end the process. So a file that may have been changed is read by a child
-process first; if that ends the child, the file is damaged. The pages of the tree are looked at one by one: LMDB moves
-what is in them by the sizes that they say it has, and writes none that have another flag. Then LMDB copies the file to
-nowhere, and compares how many pages the tree, its large values and the list of free pages have with those of the file.
-Contents of keys and values are not looked at: they have their own checksums.
-
-This module imports nothing of prefixstore.
+All that LMDB goes by is compared: which of the first two pages is the newest and what it says; each page of the tree of
+rows, of the tree of free pages, and of large values, with the places and sizes of what is in it; the order of keys; and
+that each page of the file belongs to exactly one of these. Contents of keys and values are not looked at: they have
+their own checksums.
 """
 
 from __future__ import annotations
@@ -14,115 +11,145 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-if __name__ == "__main__":
-    # where LMDB is: the start-up files of the packages, which usually say that, are not read
-    sys.path.append(sys.argv[2])
+from prefixstore.errors import CorruptError
 
-import lmdb
-
-# what the script prints; why it is damaged follows
-SOUND = "sound"
-DAMAGED = "damaged: "
-MAX_READERS = 512
 # key and value of the row by which a store is known
 MAGIC = b"mmagic", b"prefixstore"
-# the header of a page: number, flags, where its free space begins and ends; of a node: size or page, flags, size of key
+# The header of a page: number, flags, where its free space begins and ends (of a large value: how many pages it has);
+# that of a node: size of the value or a page, flags, size of the key.
 PAGE, NODE = struct.Struct("=Q2xHHH"), struct.Struct("=HHHH")
 BRANCH, LEAF, LARGE = 1, 2, 4
-# in the first two pages: the root of the tree, and the number of the transaction
-META = struct.Struct("=128xQ8xQ")
+# In the first two pages: flags, two marks of LMDB; of the trees of free pages and of rows the size of a page, flags,
+# depth, how many pages with branches, with leaves, and of large values, how many rows, and the root; the last page, and
+# the transaction.
+META = struct.Struct("=10xH4xII16x IHHQQQQQ IHHQQQQQ QQ")
+MARKS = 8, 0xBEEFC0DE, 1
+INTEGER_KEYS = 8
+SIZES = [1 << n for n in range(9, 17)]
+LARGEST_KEY, MOST_LEVELS = 511, 32
 
 
-class DamageError(Exception):
-    """The file is not as LMDB writes it."""
+def verify_file(path: Path, snapshot: int | None = None) -> bool:
+    """Whether a file was read: all of it, or what an open transaction sees; False if that is not there any more.
 
+    What LMDB refuses by itself, and files of other applications, are not looked at.
 
-def _read(env: lmdb.Environment, txn: lmdb.Transaction, data: mmap) -> bool:
-    """Follow the tree, and compare it with what LMDB has counted; False if others have written too much meanwhile."""
-    stat = txn.stat(env.open_db(None, txn))
-    size = stat["psize"]
-    roots = {number: root for root, number in (META.unpack_from(data, size * n) for n in range(2))}
-    if txn.id() not in roots:
-        return False
-    before, n_rows, n_pages = b"", 0, 0
-    for key, n_large in _rows(data, size, roots[txn.id()], stat["depth"]) if stat["depth"] else ():
-        if key <= before:
-            raise DamageError("keys are out of order")
-        before, n_rows, n_pages = key, n_rows + 1, n_pages + n_large
-    if (n_rows, n_pages) != (stat["entries"], stat["overflow_pages"]):
-        raise DamageError("the tree has not as many rows, or pages for large values, as are counted")
+    Raises `CorruptError` if it is not as LMDB writes it.
+    """
+    with path.open("rb") as file:
+        handle = file.fileno()
+        try:
+            first = os.pread(handle, META.size, 0).ljust(META.size, b"\0")
+            size = META.unpack(first)[3]
+            second = os.pread(handle, META.size, size).ljust(META.size, b"\0")
+            # of equal transactions LMDB takes the first
+            metas = [META.unpack(second), META.unpack(first)]
+            if any(meta[:3] != MARKS for meta in metas):
+                return True
+            known = {meta[-1]: meta for meta in metas}
+            meta = known.get(max(known) if snapshot is None else snapshot)
+            if meta is None:
+                return False
+            if size not in SIZES or meta[-2] < 1:
+                raise CorruptError("its first page is wrong")
+            _Pages(handle, size, meta[-2] + 1).verify(meta[3:11], meta[11:19])
+        except (CorruptError, struct.error, OverflowError, ValueError) as error:
+            with mmap(handle, 0, access=ACCESS_READ) as data:
+                if data.find(b"".join(MAGIC)) >= 0:
+                    raise CorruptError(str(error)) from error
     return True
 
 
-def _rows(data: mmap, size: int, number: int, depth: int) -> Iterator[tuple[bytes, int]]:
-    """The keys in a page of the tree and below it, in order, each with the number of pages that have its value."""
-    at = number * size
-    kind, nodes = LEAF if depth == 1 else BRANCH, []
-    found, flags, begin, end = PAGE.unpack_from(data, at)
-    for start in struct.unpack_from(f"={(begin - PAGE.size) // 2}H", data, at + PAGE.size):
-        low, high, more, n_key = NODE.unpack_from(data, at + start)
-        key = data[at + start + NODE.size : at + start + NODE.size + n_key]
-        n_value = 0 if kind == BRANCH else 8 if more else low | high << 16
-        nodes.append((start, start + NODE.size + n_key + n_value, key, low | high << 16, more))
-    for start, stop, *_ in sorted(nodes):
-        if start != end:
-            break
-        end = stop + stop % 2
-    if (found, flags, end) != (number, kind, size):
-        raise DamageError(f"page {number} is not as LMDB fills it")
-    for _, stop, key, value, more in nodes:
-        if kind == BRANCH:
-            yield from _rows(data, size, value | more << 32, depth - 1)
-        elif more:
-            yield key, _large(data, size, int.from_bytes(data[at + stop - 8 : at + stop], sys.byteorder), value)
-        else:
-            yield key, 0
+class _Pages:
+    """The pages of a file, and which of them were seen."""
 
+    def __init__(self, handle: int, size: int, n_pages: int) -> None:
+        self._handle, self._size, self._n_pages = handle, size, n_pages
+        # free pages at the end may never have been written
+        self._seen = bytearray(min(n_pages, os.fstat(handle).st_size // size))
+        self._seen[:2] = b"\1\1"
+        self._unwritten: set[int] = set()
+        # of a tree: pages with branches, with leaves, and with large values
+        self._counted = [0, 0, 0]
 
-def _large(data: mmap, size: int, number: int, n_bytes: int) -> int:
-    """How many pages a large value has, which begins in this one."""
-    found, flags, low, high = PAGE.unpack_from(data, number * size)
-    n_pages: int = low | high << 16
-    if (found, flags) != (number, LARGE) or n_pages * size < PAGE.size + n_bytes:
-        raise DamageError(f"page {number} has not the value that it should have")
-    return n_pages
+    def verify(self, free: Sequence[int], rows: Sequence[int]) -> None:
+        for value in self._values(free, INTEGER_KEYS):
+            n, *pages = struct.unpack(f"={len(value) // 8}Q", value)
+            if n > len(pages):
+                raise CorruptError("a list of free pages is longer than it can be")
+            for page in pages[:n]:
+                if len(self._seen) <= page < self._n_pages:
+                    self._unwritten.add(page)
+                else:
+                    self._see(page, 1)
+        for _ in self._values(rows, 0):
+            pass
+        if free[0] != self._size or 0 in self._seen or len(self._seen) + len(self._unwritten) != self._n_pages:
+            raise CorruptError("pages are neither used nor free")
 
+    def _see(self, first: int, n: int) -> None:
+        """Some pages belong to something, and so to nothing else."""
+        if not n or first + n > len(self._seen) or any(self._seen[first : first + n]):
+            raise CorruptError(f"page {first} is used twice, or is not there")
+        self._seen[first : first + n] = b"\1" * n
 
-def _main(directory: str) -> str | None:
-    """Read a store; says what is wrong."""
-    if not (Path(directory) / "data.mdb").stat().st_size:
-        # LMDB initializes an empty file
-        return None
-    try:
-        env = lmdb.open(directory, readonly=True, create=False, map_size=0, max_readers=MAX_READERS, mode=0o600)
-    except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError, lmdb.ReadonlyError):
-        # not an LMDB file, of another version, or without the right to register a reader: opening it raises the error
-        return None
-    try:
-        is_read = False
-        while not is_read:
-            with env.begin(buffers=True) as txn:
-                # that of another application is refused when the store is opened
-                if bytes(txn.get(MAGIC[0], b"")) != MAGIC[1]:
-                    return None
-                with (Path(directory) / "data.mdb").open("rb") as file:
-                    is_read = _read(env, txn, mmap(file.fileno(), 0, access=ACCESS_READ))
-        with Path(os.devnull).open("wb") as nowhere:
-            env.copyfd(nowhere.fileno(), compact=True)
-    except DamageError as error:
-        return str(error)
-    except (lmdb.Error, struct.error, OverflowError) as error:
-        return f"it cannot be read: {error}"
-    return None
+    def _values(self, tree: Sequence[int], flags: int) -> Iterator[bytes]:
+        """The values of a tree, whose keys are in order, and as many as are counted."""
+        self._counted, n_rows = [0, 0, 0], 0
+        before, bound, depth = b"", b"", min(tree[2], MOST_LEVELS)
+        for key, value in self._below(tree[-1], depth, flags) if depth else ():
+            if (n_rows and key <= before) or key < bound:
+                raise CorruptError("keys are out of order")
+            if value is None:
+                bound = key
+            else:
+                before, n_rows = key, n_rows + 1
+                yield value
+        if (*tree[1:7],) != (flags, depth, *self._counted, n_rows):
+            raise CorruptError("there are not as many rows and pages as are counted")
 
+    def _below(self, number: int, depth: int, flags: int) -> Iterator[tuple[bytes, bytes | None]]:
+        """The rows in a page and below it; and, without a value, the keys of branches, which are between the others."""
+        self._see(number, 1)
+        page, kind = os.pread(self._handle, self._size, number * self._size), LEAF if depth == 1 else BRANCH
+        self._counted[kind == LEAF] += 1
+        found, its_kind, begin, end = PAGE.unpack_from(page)
+        starts = struct.unpack_from(f"={(begin - PAGE.size) // 2}H", page, PAGE.size)
+        nodes = [(start, *NODE.unpack_from(page, start)) for start in starts]
+        # LMDB puts them beside each other, from the end of the free space to that of the page
+        is_right = (found, its_kind) == (number, kind) and begin <= end and len(nodes) > (kind == BRANCH and not flags)
+        for start, low, high, more, n_key in sorted(nodes):
+            n_value = 0 if kind == BRANCH else 8 if more else low | high << 16
+            is_right = is_right and start == end and n_key <= LARGEST_KEY and (kind == BRANCH or more <= 1)
+            end = start + NODE.size + n_key + n_value
+            end += end % 2
+        if not is_right or end != self._size:
+            raise CorruptError(f"page {number} is not as LMDB fills it")
+        for start, low, high, more, n_key in nodes:
+            at, n = start + NODE.size + n_key, low | high << 16
+            key = page[start + NODE.size : at]
+            if flags == INTEGER_KEYS:
+                key = int.from_bytes(key, sys.byteorder).to_bytes(LARGEST_KEY, "big")
+            if kind == BRANCH:
+                if start != starts[0]:
+                    yield key, None
+                yield from self._below(n | more << 32, depth - 1, flags)
+            elif more:
+                yield key, self._large(page[at : at + 8], n, is_wanted=flags == INTEGER_KEYS)
+            else:
+                yield key, page[at : at + n]
 
-if __name__ == "__main__":
-    why = _main(sys.argv[1])
-    sys.stdout.write(f"{DAMAGED}{why}" if why else SOUND)
-    sys.stdout.flush()
-    # what LMDB has read of a damaged file is not released
-    os._exit(0)
+    def _large(self, where: bytes, n_bytes: int, *, is_wanted: bool) -> bytes:
+        """A large value, if it is wanted."""
+        first = int.from_bytes(where, sys.byteorder)
+        number, kind, low, high = PAGE.unpack(os.pread(self._handle, PAGE.size, first * self._size))
+        n_pages = low | high << 16
+        if (number, kind) != (first, LARGE) or n_pages * self._size < PAGE.size + n_bytes:
+            raise CorruptError(f"page {first} has not the value that it should have")
+        self._see(first, n_pages)
+        self._counted[2] += n_pages
+        return os.pread(self._handle, n_bytes, first * self._size + PAGE.size) if is_wanted else b""
