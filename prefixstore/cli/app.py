@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 FAILED = 1
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # the commands, by what they are for: the module of each, and its name
 COMMANDS = {
     "Use": "init.init warm.warm serve.serve shim.shim slots.slots measure.demo",
@@ -141,7 +142,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="prefixstore")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
+        code = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
+        if arguments is None and code in INTERRUPTED:
+            # the end of the process would wait for threads that wait for a lock of another one
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
     except BrokenPipeError:
         # the reader of the output has closed it; Python must not write to it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from prefixstore import PrefixStore
@@ -129,6 +130,22 @@ def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store,
             running.wait(120)
         assert running.returncode == code
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_command_that_waits_for_the_lock_of_another_process(store, run, tmp_path):
+    assert run("export", store, "--out", tmp_path / "f")[0] == 0
+    Archive(tmp_path / "other", create=True).close()
+    os.mkfifo(tmp_path / "pipe")
+    with lmdb.open(str(tmp_path / "other")) as env, env.begin(write=True):
+        running = process("import", tmp_path / "other", tmp_path / "pipe")
+        # it has started when it opens the pipe
+        (tmp_path / "pipe").write_bytes((tmp_path / "f").read_bytes())
+        for _ in range(2):
+            time.sleep(1)
+            running.send_signal(signal.SIGINT)
+        assert "Traceback" not in running.communicate(timeout=25)[1]
+    assert running.returncode == 130
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
