@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError
-from prefixstore.models.vocabulary import Vocabulary
-from prefixstore.report.labels import Words
+from prefixstore.models.vocabulary import Vocabulary, Words
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

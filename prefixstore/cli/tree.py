@@ -24,8 +24,9 @@ from prefixstore.format.record import Facts
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, keys_in, read_facts
 from prefixstore.models.file import file_digest, model_parts, model_title
+from prefixstore.models.vocabulary import Words
 from prefixstore.report.content import BEGIN, content_of, html_of
-from prefixstore.report.labels import Words, labels_of, tokens_of_pages
+from prefixstore.report.labels import labels_of, tokens_of_pages
 from prefixstore.report.runs import Column, parents_of, runs_of
 from prefixstore.units import counted, format_bytes
 

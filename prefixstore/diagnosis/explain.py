@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
+from prefixstore.models.vocabulary import Words
 from prefixstore.parameters import Parameters
 from prefixstore.warming.prompt_list import Problem, Prompt, PromptLike, tokens_of_prompt
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from prefixstore.llama.hook import Hook
 
-# the text of some tokens
-Words: TypeAlias = "Callable[[Sequence[int]], str]"
 # tokens before and after the fork, and characters of their texts that are shown
 BEFORE, AFTER = 64, 64
 SHOWN_BEFORE, SHOWN_AFTER = 60, 100

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from prefixstore.errors import ContextError
 from prefixstore.models.file import read_gguf
+
+# the text of some tokens
+Words: TypeAlias = "Callable[[Sequence[int]], str]"
 
 MODEL, TOKENS, TYPES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type"))
 NORMAL, CONTROL, BYTE = 1, 3, 6

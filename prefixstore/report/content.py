@@ -27,7 +27,8 @@ from prefixstore.format.namespace import model_digits
 from prefixstore.format.record import Facts
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, read_facts
 from prefixstore.models.file import model_title
-from prefixstore.report.labels import Words, labels_of, visible
+from prefixstore.models.vocabulary import Words
+from prefixstore.report.labels import labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
 
 Content: TypeAlias = dict[str, Any]

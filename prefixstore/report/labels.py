@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 from prefixstore.engine.page_view import PageView
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Facts, Record
+from prefixstore.models.vocabulary import Words
 from prefixstore.report.runs import Column
 
 # tokens of a label: as text, and as ids
@@ -24,8 +25,6 @@ LENGTH = 80
 SLICE = 1000
 
 _T = TypeVar("_T")
-# the text of some tokens
-Words = Callable[[Sequence[int]], str]
 
 # marks that change the direction of the text around them
 BIDI = dict.fromkeys([0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)])

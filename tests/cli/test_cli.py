@@ -16,6 +16,7 @@ import lmdb
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.cli.app import COMMANDS, GROUPS
 from prefixstore.format.record import Usage, checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
@@ -24,13 +25,8 @@ from tests.support.places import contents, fill, space
 from tests.support.signals import default_signals
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    *("stats", "top", "ls", "tree", "show", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
-    *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
-    *("shim", "tenants"),
-)
-OF_SLOTS = ("slots save", "slots restore")
-OF_TRACE = ("trace simulate",)
+NAMES = [one.partition(".")[2] for some in COMMANDS.values() for one in some.split()]
+OF_GROUPS = [f"{name} {one.partition('.')[2]}" for name, (_, some) in GROUPS.items() for one in some.split()]
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
 
@@ -66,7 +62,7 @@ def process(*arguments, **options):
 # -- every command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *OF_SLOTS, *OF_TRACE])
+@pytest.mark.parametrize("command", sorted({*NAMES, *OF_GROUPS} - {*GROUPS, "serve"}))
 def test_every_command_has_help_with_an_example_and_json(run, command):
     code, out, _ = run(*command.split(), "--help")
     assert code == 0
@@ -79,7 +75,7 @@ def test_every_command_has_help_with_an_example_and_json(run, command):
 def test_all_commands_are_listed_and_can_be_completed(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted([*COMMANDS, "key", "serve", "slots", "trace"])
+    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted(NAMES)
     assert "--install-completion" in out
     assert run("--version")[1].strip() == __import__("prefixstore").__version__
 

@@ -3,12 +3,11 @@
 import json
 import sys
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.server import LlamaServer
 from tests.support.models import caching, forget, load, prompt
 
 RULES = (
@@ -183,36 +182,16 @@ def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(model, s
     assert "note" not in run(store.location, "--model", model, "--prompt-file", file)[2]
 
 
-class Tokenizes(BaseHTTPRequestHandler):
-    """What `explain` asks a llama-server."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, asked))
-        answer = json.dumps({"tokens": self.server.tokens, "prompt": RULES}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
-
-
 def test_where_llama_cpp_python_is_missing_a_server_makes_the_tokens(llm, store, model, tmp_path, run, monkeypatch):
     ask(llm, f"{RULES} The capital of France is Paris.")
     store.flush()
-    wanted = tokens_of(llm, f"{RULES} The capital of Italy is Rome.")
+    tokens = tokens_of(llm, f"{RULES} The capital of Italy is Rome.")
     (tmp_path / "request.json").write_text(json.dumps(chat("Hello", tools=[{"a": 1}])))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     given = (store.location, "--model", model, "--messages", tmp_path / "request.json", "--json")
     assert "llama_cpp" in run(*given)[2]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Tokenizes) as server:
-        server.asked, server.tokens = [], wanted
-        Thread(target=server.serve_forever, daemon=True).start()
-        code, out, err = run(*given, "--server", f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
+    monkeypatch.setattr(LlamaServer, "apply_template", lambda _, messages, tools: f"{messages[-1]['content']} {tools}")
+    monkeypatch.setattr(LlamaServer, "tokenize", lambda _, text: tokens if text == "Hello [{'a': 1}]" else [])
+    code, out, err = run(*given, "--server", "http://127.0.0.1:1")
     assert (code, err) == (1, "")
     assert json.loads(out)["fork"]["here"].startswith(" Italy is Rome.")
-    assert [path for path, _ in server.asked] == ["/apply-template", "/tokenize"]
-    assert server.asked[0][1]["tools"] == [{"a": 1}]
