@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -53,22 +53,13 @@ def _summary(name: str, module: str) -> str:
     return " ".join(first.split()).partition(". ")[0].removesuffix(".") + "."
 
 
-class _Commands(Mapping[str, Any]):
-    """Commands by name, each with its module, loaded when they are looked up."""
-
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self.places = places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+class _Commands(dict[str, str]):
+    """The module of each command, by its name; ``[name]`` loads the command."""
 
     def __getitem__(self, name: str) -> Any:
         if name in GROUPS:
             return _Group(name=name, help=GROUPS[name][0], rich_markup_mode=None, no_args_is_help=True)
-        module = import_module(f"prefixstore.cli.{self.places[name]}")
+        module = import_module(f"prefixstore.cli.{self.get(name)}")
         command = getattr(module, f"{name}_", None) or getattr(module, name)
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         ready = import_module("prefixstore.cli.command").ready(command)
@@ -86,7 +77,7 @@ class _Group(TyperGroup):
         self.commands: Any = _Commands({name: module for some in self._sections.values() for module, name in some})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        module = self.commands.places.get(cmd_name)
+        module = self.commands.get(cmd_name)
         return module and TyperCommand(cmd_name, short_help=_summary(cmd_name, module))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
