@@ -235,7 +235,7 @@ def evict(
         evicted = confirmed(
             partial(archive.evict, target),
             lambda found: (
-                f"{where}: evict {counted(len(found.pages), 'page')}, {format_bytes(found.bytes)}?"
+                f"{where}: evict {counted(len(found.pages), 'page')} ({format_bytes(found.bytes)})?"
                 if found.pages
                 else None
             ),

@@ -218,7 +218,7 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
 
     It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of today (UTC) and of 31 days. Processes
     write the figures every ten seconds. Ctrl-C ends it. With --once, or without a terminal, it is printed once;
-    `prefixstore stats --json` has the same figures as JSON.
+    `prefixstore stats --json` has the figures as JSON, and `prefixstore tree --json` the uses of each page.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """
