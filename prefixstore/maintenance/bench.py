@@ -13,6 +13,7 @@ from prefixstore.format.keys import page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import read_facts
 
 # size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
@@ -27,8 +28,9 @@ def measure_rates(archive: Archive) -> tuple[float | None, float | None]:
     It writes a few pages into a temporary namespace, reads them and others, and deletes them again. Nothing is evicted
     for this: where there is no space, only reading is measured.
     """
-    pages = archive.pages()
-    size = round(sum(page.stored_bytes for page in pages) / len(pages)) if pages else PAGE_BYTES
+    with archive.view() as view:
+        sizes = read_facts(view)["stored_bytes"]
+    size = round(sizes.mean()) if len(sizes) else PAGE_BYTES
     settings = Namespace({"label": f"bench-{uuid.uuid4().hex}", "salt": None})
     try:
         written = _write(archive, settings, min(max(size, 1), SCRATCH_BYTES))
@@ -38,7 +40,9 @@ def measure_rates(archive: Archive) -> tuple[float | None, float | None]:
 
 
 def _forget(archive: Archive, settings: Namespace) -> None:
-    if any(holding.key == settings.key for holding in archive.holdings()):
+    with archive.view() as view:
+        is_there = settings.key in view.namespaces()
+    if is_there:
         archive.purge(namespace=settings.key.hex())
 
 
@@ -62,15 +66,15 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
 
 def _read(archive: Archive) -> float | None:
     """Bytes of states per second, read and unpacked, those used last first; None if nothing can be read."""
-    pages = sorted(archive.pages(), key=lambda page: -page.last_used)
     size = 0
-    started = time.perf_counter()
     with archive.backend.view() as view:
-        for page in pages:
+        facts = read_facts(view)
+        started = time.perf_counter()
+        for key in facts["key"][np.argsort(facts["last_used"])[::-1]]:
             if size > READ_BYTES:
                 break
             try:
-                for record, payload in view.fetch([page.key]):
+                for record, payload in view.fetch([bytes(key)]):
                     size += len(decode(record, payload))
             except StorageError:
                 continue

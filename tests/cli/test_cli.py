@@ -269,6 +269,14 @@ def test_check_finds_damage_and_repairs_it(store, as_json, run):
     assert as_json("check", store, "--max-bytes", "1KiB")[0] == 1
 
 
+def test_bench_measures_and_leaves_no_trace(store, as_json):
+    before = [as_json(name, store) for name in ("tree", "ls", "check")]
+    code, found = as_json("bench", store)
+    assert (code, found["read_bytes_per_second"] > 0, found["written_bytes_per_second"] > 0) == (0, True, True)
+    assert [as_json(name, store) for name in ("tree", "ls", "check")] == before
+    assert as_json("stats", store)[1]["last_31_days"]["allocations"] == 0
+
+
 @pytest.mark.slow
 def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_path, as_json, run):
     model, location = served
