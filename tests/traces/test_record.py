@@ -61,7 +61,7 @@ def live(llm, location, trace, policy, max_entries, *, block_tokens, write_behin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "max_entries"), [("lru", 12), ("lfu", 30)])
-def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_entries):
+def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, run, policy, max_entries):
     path = tmp_path / "trace.jsonl"
     found = live(llm, tmp_path / "kv", path, policy, max_entries, block_tokens=1)
     trace = read_trace(path)
@@ -72,6 +72,10 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
     assert replayed.tokens == sum(n for n, _ in found)
     assert replayed.hit_tokens == sum(hit for _, hit in found)
     assert replayed.hits == sum(hit > 0 for _, hit in found)
+    told = json.loads(run("trace", "simulate", path, "--policy", policy, "--json")[1])
+    assert (told["budget_pages"], told["recorded_rate"]) == (max_entries, replayed.hit_tokens / replayed.tokens)
+    assert told["rates"][policy][told["pages"].index(max_entries)] == round(told["recorded_rate"], 4)
+    assert "of the tokens found" in run("trace", "simulate", path)[1]
 
 
 def test_hashes_and_lengths_are_recorded_and_no_text(llm, tmp_path):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from prefixstore import InvalidParameterError
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import pages_in, replay, simulate
-from tests.support import ROOT
 
 
 def written(path, prompts, *, packed=False):
@@ -176,31 +172,6 @@ def test_a_header_with_values_that_are_none_does_no_harm(tmp_path, run, about):
     ours(tmp_path / "t", [request(["a"], 5, namespace="\ud800"), stored(["a"], 4)], **about)
     code, out, _ = run("simulate", tmp_path / "t", "--json")
     assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
-
-
-@pytest.mark.slow
-def test_what_a_program_asks_is_recorded_and_found_by_a_replay(models, tmp_path, run):
-    out = tmp_path / "t.jsonl"
-    code = (
-        "import sys; from llama_cpp import Llama; from prefixstore import PrefixStore\n"
-        f"sys.path.insert(0, {str(ROOT)!r}); from tests.support.timeouts import disable_timeouts; disable_timeouts()\n"
-        "llm = Llama(sys.argv[1], n_ctx=512, verbose=False, n_threads=1, n_threads_batch=1)\n"
-        "with PrefixStore(sys.argv[2], llm, page_tokens=16, max_entries=50) as store:\n"
-        "    llm.set_cache(store)\n"
-        "    for i in range(3): llm([400 + i % 2, *range(500, 600)], max_tokens=1)"
-    )
-    command = [sys.executable, "-c", code, models("llama"), tmp_path / "kv"]
-    environment = os.environ | {"PREFIXSTORE_TRACE": str(out)}
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stderr=subprocess.DEVNULL, env=environment)
-    assert out.stat().st_mode & 0o777 == 0o600
-    found = json.loads(run("simulate", out, "--json")[1])
-    assert (found["budget_pages"], found["skipped_lines"]) == (50, 0)
-    # 101 tokens, of which the last is computed
-    assert found["recorded_rate"] * 303 in (pytest.approx(96), pytest.approx(100))
-    assert found["rates"]["adaptive"][found["pages"].index(50)] == round(96 / 303, 4)
-    code, text, _ = run("simulate", out)
-    assert code == 0
-    assert "of the tokens found" in text
 
 
 def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
