@@ -70,8 +70,8 @@ def _helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
     settings = {"help_option_names": ["-h", "--help"], "terminal_width": COLUMNS, "max_content_width": COLUMNS}
     context = type(command).context_class(command, info_name=name.rsplit(maxsplit=1)[-1], parent=parent, **settings)
     yield name, command.get_help(context)
-    for part in getattr(command, "commands", {}).values():
-        yield from _helps(part, f"{name} {part.name}", context)
+    for part in getattr(command, "commands", ()):
+        yield from _helps(command.commands[part], f"{name} {part}", context)
 
 
 def configuration() -> str:
