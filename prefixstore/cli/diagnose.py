@@ -21,6 +21,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
+from prefixstore.server.client import LlamaServer
 from prefixstore.units import counted
 
 MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
@@ -78,9 +79,9 @@ def explain(
     Shows where the prompt diverges from the nearest stored one, with both texts, and which setting differs from those
     of stored pages.
 
-    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model;
-    with --server, too, a running llama-server makes tokens of the prompt, and llama-cpp-python is not needed. With
-    --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
+    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
+    With --config, the model is loaded as a server would, and its settings are compared. With --server, a running
+    llama-server makes tokens of the prompt: llama-cpp-python is not needed then. Nothing is written.
 
     Exit codes: 0 the whole prompt is stored; 1 not all of it.
 
@@ -90,11 +91,9 @@ def explain(
     if prompt is not None and os.path.isfile(prompt):  # noqa: PTH113 - a prompt may be longer than a path
         say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
     settings = configured(location, config, model, n_ctx, salt)
-    if server is not None and (config is not None or next_turn):
-        raise InvalidParameterError("--server goes with --model, and without --next-turn")
     if server is not None:
-        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-
+        if next_turn:
+            raise InvalidParameterError("--server cannot be used with --next-turn: the server ends messages by itself")
         tokens = as_tokens(LlamaServer(server, api_key=server_key(None)).tokens_of_content(content))
     else:
         with closing(open_model(settings, tokenizer_only=config is None)) as llm:

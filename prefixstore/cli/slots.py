@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.named_files import chat_in, text_in
+from prefixstore.cli.named_files import STANDARD, chat_in, text_in
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
+from prefixstore.server.client import LlamaServer
+from prefixstore.server.identity import ServerIdentity
+from prefixstore.server.slot_store import SlotStore
 from prefixstore.units import counted, format_bytes
-
-if TYPE_CHECKING:
-    from prefixstore.server.slot_store import SlotStore
 
 
 def save(
@@ -92,10 +92,8 @@ def restore(
     with _opened(store, server, slots_dir, timeout, api_key) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
-        text = text_in(prompt_file) if prompt_file is not None else ""
-        if messages is not None:
-            text = opened.server.apply_template(chat_in(messages)["messages"])
-        restored = opened.restore(slot, opened.server.tokenize(text), salt=salt)
+        content = text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))
+        restored = opened.restore(slot, opened.server.tokens_of_content(content), salt=salt)
     text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
     return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 
@@ -105,10 +103,6 @@ def _opened(
     store: str, url: str, slots_dir: Path, timeout: float, api_key: str | None, **limit: str
 ) -> Iterator[SlotStore]:
     """The store of a server's slots."""
-    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-    from prefixstore.server.identity import ServerIdentity  # noqa: PLC0415 - as above
-    from prefixstore.server.slot_store import SlotStore  # noqa: PLC0415 - as above
-
     client = LlamaServer(url, timeout, options.server_key(api_key))
     identity = ServerIdentity.of_process(client.url, client.props())
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:

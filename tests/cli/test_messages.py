@@ -43,6 +43,8 @@ def store(tmp_path_factory):
         (2, f"tree {{store}} --model {LONG}", "File name too long"),
         (2, f"serve --model {LONG}", "File name too long"),
         (2, "explain {store} --model {gguf}", "pass one prompt"),
+        (2, "explain {store} --model {gguf} --server http://a --next-turn x", "cannot be used with --next-turn"),
+        (3, "explain {store} --model {gguf} --server http://127.0.0.1:1 x", "no server answers"),
         (2, "explain {store} --model {gguf} --messages none.json", "none.json cannot be read"),
         (2, "explain {store} --model {gguf} --messages three.toml", "is not valid JSON"),
         (2, "warm --model {gguf} --store new", "no prompts are given"),

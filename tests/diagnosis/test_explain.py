@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.diagnosis.explain import tokens_to_explain
 from prefixstore.server import LlamaServer
 from tests.support.models import caching, forget, load, prompt
 
@@ -56,12 +57,6 @@ def read(found):
     return " ".join(str(found).split())
 
 
-def tokens_of(llm, content):
-    from prefixstore.diagnosis.explain import tokens_to_explain as encoded
-
-    return encoded(llm, content, generation_prompt=True).tolist()
-
-
 def test_the_fork_shows_both_texts_around_it(llm, store):
     ask(llm, f"{RULES} The capital of France is Paris.")
     found = store.explain(f"{RULES} The capital of Italy is Rome.")
@@ -93,7 +88,7 @@ def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     # as if the answer had not been stored
     store.clear()
     forget(llm)
-    llm.eval(tokens_of(llm, text))
+    llm.eval(tokens_to_explain(llm, text, generation_prompt=True).tolist())
     store.capture()
     found = store.explain(f"{text}\n\nOne more question, which is asked later?")
     assert (found.reason, found.n_shared, found.fork) == ("end", n, None)
@@ -185,7 +180,7 @@ def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(model, s
 def test_where_llama_cpp_python_is_missing_a_server_makes_the_tokens(llm, store, model, tmp_path, run, monkeypatch):
     ask(llm, f"{RULES} The capital of France is Paris.")
     store.flush()
-    tokens = tokens_of(llm, f"{RULES} The capital of Italy is Rome.")
+    tokens = llm.tokenize(f"{RULES} The capital of Italy is Rome.".encode())
     (tmp_path / "request.json").write_text(json.dumps(chat("Hello", tools=[{"a": 1}])))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     given = (store.location, "--model", model, "--messages", tmp_path / "request.json", "--json")

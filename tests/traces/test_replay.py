@@ -108,13 +108,9 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
 
 @pytest.mark.slow
 def test_more_room_finds_more(trace):
-    found = simulate(read_trace(trace), ["lru", "adaptive"], 20)
+    found = simulate(read_trace(trace), ["lru"], 20)
     assert found.budget == 20
     assert {20, 40} <= set(found.sizes)
-    for policy in ("lru", "adaptive"):
-        assert found.gain(policy) == found.found[policy][found.sizes.index(40)].hit_tokens - (
-            found.found[policy][found.sizes.index(20)].hit_tokens
-        )
     lru = [one.rate for one in found.found["lru"]]
     assert lru == sorted(lru)
 
