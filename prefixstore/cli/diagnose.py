@@ -12,7 +12,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model, silence_llama
 from prefixstore.cli.named_files import STANDARD, chat_in, text_in
 from prefixstore.cli.options import server_key
-from prefixstore.cli.output import DONE, FAILED, say, tell
+from prefixstore.cli.output import DONE, FAILED, say, table, tell
 from prefixstore.config import load_config, model_file
 from prefixstore.diagnosis.doctor import Level, examine
 from prefixstore.diagnosis.explain import explain_without_context, tokens_to_explain
@@ -24,7 +24,7 @@ from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.server.client import LlamaServer
 from prefixstore.units import counted
 
-MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
+MARKS = {Level.GOOD: "ok", Level.NOTE: "note", Level.PROBLEM: "FIX"}
 
 
 def doctor(
@@ -50,11 +50,8 @@ def doctor(
     n_problems = sum(finding.level is Level.PROBLEM for finding in found)
 
     def show() -> None:
-        width = max(len(finding.name) for finding in found)
-        for finding in found:
-            tell(f"{MARKS[finding.level]}  {finding.name:{width}}  {finding.value}")
-            if finding.advice:
-                tell(f"      {'':{width}}  {finding.advice}")
+        rows = [([MARKS[one.level], one.name, one.value], ["", "", one.advice]) for one in found]
+        table(["", "", ""], (row for pair in rows for row in pair if row[2]))
         tell(f"{counted(n_problems, 'problem')} to fix" if n_problems else "no problems found")
 
     data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}

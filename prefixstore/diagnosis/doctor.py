@@ -168,7 +168,8 @@ def _sampled(archive: Archive, facts: Facts) -> Iterator[Finding]:
         times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
         text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
         advice = (
-            "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or memory in front."
+            "Restoring is slower than computing here, and skipped: use codec='raw', memory in front, or a faster disk "
+            "(prefixstore bench)."
         )
         yield _found("break-even", text, advice if restoring > computing else "")
 
@@ -340,7 +341,7 @@ def _settings(config: Config, holdings: Sequence[Holding], names: Mapping[str, s
             yield _found("budget for this context", format_bytes(budget), advice)
     elif differences:
         similar = f"The most similar pages are for other settings: {'; '.join(differences)}."
-        yield _found("settings", "no pages for them", f"{similar} Use the same settings everywhere.")
+        yield _found("settings", "no pages for them", f"{similar} Use the same everywhere; prefixstore ls lists them.")
     else:
         advice = "prefixstore warm, or the first requests, fill it."
         yield _found("settings", "nothing is stored yet", note=advice)

@@ -37,7 +37,6 @@ def store(tmp_path_factory):
         (2, "ls --config three.toml", "location"),
         (2, "stats --config none.toml", "none.toml: No such file or directory; prefixstore init writes one"),
         (2, "tree {store} --model none.gguf", "model file not found"),
-        (2, "demo --model none.gguf", "model file not found"),
         (2, "tree {store} --model three.toml", "it is not a model file (GGUF)"),
         (2, "tree {store} --model .", "is a folder"),
         (2, f"tree {{store}} --model {LONG}", "File name too long"),
