@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import shlex
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.named_files import reading
 from prefixstore.cli.output import DONE, FAILED, ago, in_words, iso, listed, say, tell
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
@@ -229,11 +229,8 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
 
 def _lines_of_keys(file: Path) -> dict[str, int]:
     """The tenants of the keys in a file, as llama-server reads it, and the line of each."""
-    try:
-        read = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise InvalidParameterError(f"--api-key-file {file}: {error.strerror or error}") from error
-    return {tenant_of_key(key): i for i, key in enumerate(read.splitlines(), 1) if key}
+    with reading(str(file)) as opened:
+        return {tenant_of_key(key): i for i, key in enumerate(opened.read().splitlines(), 1) if key}
 
 
 def _tenant_facts(name: str | None, held: list[Holding], lines: dict[str, int]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def store(tmp_path_factory):
         (2, f"report {{store}} --out {LONG}", "File name too long"),
         (2, "init no/folder.toml", "cannot be written"),
         (2, "migrate {store}", "{store} is not a SQL database, and other locations need no migration"),
-        (2, "tenants {store} --api-key-file none", "--api-key-file none: No such file"),
+        (2, "tenants {store} --api-key-file none", "none cannot be read: No such file"),
         # places that cannot be used
         (3, "stats none", "none does not exist, so there is no store (an LMDB directory) yet; check the path"),
         (3, "clear sqlite:///none.db", "none.db does not exist, so there is no store (a SQLite file) yet"),
