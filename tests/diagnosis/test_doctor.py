@@ -102,27 +102,27 @@ def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run
 
 
 @pytest.mark.parametrize(
-    ("path", "level", "says"),
+    ("kind", "level", "says"),
     [
-        ("/mnt/share one/kv", Level.PROBLEM, "use a local disk"),
-        ("/dev/shm/kv", Level.NOTE, "lost when the machine restarts"),
-        ("/var/cache/kv", Level.GOOD, ""),
+        ("nfs4", Level.PROBLEM, "use a local disk"),
+        ("tmpfs", Level.NOTE, "lost when the machine restarts"),
+        ("ext4", Level.GOOD, ""),
     ],
 )
-def test_the_file_system_is_judged(monkeypatch, path, level, says):
-    monkeypatch.setattr(doctor, "existing", Path)
-    finding = doctor._file_system(Path(path))
-    assert (finding.name, finding.level) == ("file system", level)
+def test_the_file_system_is_judged(monkeypatch, tmp_path, kind, level, says):
+    (tmp_path / "a disk").mkdir()
+    (tmp_path / "mounts").write_text(f"{MOUNTS}24 21 0:7 / {tmp_path}/a\\040disk rw - {kind} x rw\n")
+    finding = found("file system", tmp_path / "a disk" / "kv")
+    assert (finding.value, finding.level) == (f"{kind} at {tmp_path}/a disk", level)
     assert says in finding.advice
+    monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "none")
+    assert found("file system", tmp_path).value == "not known"
 
 
-def test_mounts_are_read_by_their_longest_name_and_what_is_not_known_is_said(monkeypatch, tmp_path):
+def test_mounts_are_read_by_their_longest_name(monkeypatch):
     monkeypatch.setattr(doctor, "existing", Path)
     assert mount_of(Path("/mnt/share one/a/b")) == ("nfs4", "/mnt/share one")
     assert mount_of(Path("/mnt/share onesided")) == ("ext4", "/")
-    monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "none")
-    assert mount_of(Path("/")) is None
-    assert doctor._file_system(tmp_path).value == "not known"
 
 
 def test_permissions(served, monkeypatch):
