@@ -92,12 +92,12 @@ def explain(
         if next_turn:
             raise InvalidParameterError("--server cannot be used with --next-turn: the server ends messages by itself")
         tokens = as_tokens(LlamaServer(server, api_key=server_key(None)).tokens_of_content(content))
-    else:
-        with closing(open_model(settings, tokenizer_only=config is None)) as llm:
-            if config is not None:
-                with settings.open_store(llm, read_only=True) as store:
-                    return _explained(store.explain(content, generation_prompt=not next_turn))
+    elif config is None:
+        with closing(open_model(settings, tokenizer_only=True)) as llm:
             tokens = tokens_to_explain(llm, content, generation_prompt=not next_turn)
+    else:
+        with closing(open_model(settings)) as llm, settings.open_store(llm, read_only=True) as store:
+            return _explained(store.explain(content, generation_prompt=not next_turn))
     path = model_file(str(settings.path))
     with Archive(location, read_only=True) as archive:
         return _explained(explain_without_context(archive.engine, path, Vocabulary(path).text, tokens, salt=salt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,8 +56,5 @@ def tokens_of_prefix(prefix: str | None, model: Path | None) -> list[int] | None
         raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
     if model is None:
         raise InvalidParameterError("--prefix needs --model, to convert the text to tokens")
-    llm = open_model(Config().override(str(model)), tokenizer_only=True)
-    try:
+    with closing(open_model(Config().override(str(model)), tokenizer_only=True)) as llm:
         return llm.tokenize(prefix.encode(), add_bos=True, special=True)
-    finally:
-        llm.close()
