@@ -52,6 +52,17 @@ def test_another_format_is_refused_with_both_versions(url, step, says):
             opened(url, read_only=read_only)
 
 
+def test_rows_that_the_index_of_a_sqlite_file_has_out_of_order_are_damage(tmp_path):
+    file = tmp_path / "kv.db"
+    with opened(f"sqlite:///{file}") as backend:
+        put(backend, *((b"key %d" % n, b"", None) for n in range(5)))
+    file.write_bytes(file.read_bytes().replace(b"key 3", b"key 0"))
+    with opened(f"sqlite:///{file}") as backend, backend.view() as view:
+        for wanted in (Range(b"key", b"kez"), Range(b"key", b"kez", 4, reverse=True)):
+            with pytest.raises(CorruptError, match="malformed"):
+                view.ranges([wanted])
+
+
 @pytest.mark.parametrize("share", [0, 0.5])
 def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, share):
     def use():

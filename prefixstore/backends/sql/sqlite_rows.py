@@ -98,12 +98,18 @@ class SQLiteView(View):
         return [found.get(key) for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        return [
-            self._rows(
-                _BACKWARD if one.reverse else _FORWARD, (one.start, one.stop, -1 if one.limit is None else one.limit)
-            )
-            for one in wanted
-        ]
+        return [self._range(one) for one in wanted]
+
+    def _range(self, one: Range) -> list[Row]:
+        limit = -1 if one.limit is None else one.limit
+        rows = self._rows(_BACKWARD if one.reverse else _FORWARD, (one.start, one.stop, limit))
+        keys = [row.key for row in rows]
+        # SQLite trusts its index: a damaged one may give rows that are elsewhere, or that were there before
+        are_inside = all(type(key) is bytes and one.start <= key < one.stop for key in keys)
+        if not are_inside or keys != sorted(set(keys), reverse=one.reverse):
+            with self._database.translated():
+                raise sqlite3.DatabaseError("the index of the rows is malformed")
+        return rows
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         if not self._is_cached:
