@@ -275,8 +275,7 @@ class SlotManager:
         claim.restored_seconds = time.perf_counter() - began
         if done is None:
             claim.reason = "error"
-            # It may have been emptied by that, or hold what was not wanted, and could not be erased. Whose it is stays
-            # until it was emptied for certain.
+            # it may hold anything now; its owner stays until it was emptied for certain
             slot.filled(NO_TOKENS, slot.owner)
             slot.doubt()
             return await self._empty(slot)

@@ -26,7 +26,7 @@ from prefixstore.format.record import Record
 from prefixstore.maintenance.archive import Archive
 from tests.attacks import in_child
 from tests.attacks.damaged_file import states
-from tests.support import PATIENCE, ROOT
+from tests.support import ROOT
 from tests.support.places import KEY, MIB, SCHEMES, contents, fill, place, refusal, space
 from tests.support.timeouts import wait_for
 
