@@ -17,7 +17,7 @@ from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Damage, Deferred, DropReason, Outdated, PendingPage, Use
 from prefixstore.engine.policy import Leaves, Policy
-from prefixstore.engine.record_cache import Entry
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.format.record import CLOCK_SLACK, Record

@@ -17,9 +17,9 @@ from prefixstore.engine.page_view import PageView, tokens_of
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Damage
-from prefixstore.engine.record_cache import Entry
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.space import PAGES_AT_ONCE
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT

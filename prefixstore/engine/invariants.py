@@ -12,7 +12,7 @@ from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.keyspace import Count, Leaf
 from prefixstore.engine.page_view import PageView, leaf_of, path_in
-from prefixstore.engine.record_cache import Entry
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixstore.engine.page import Page, Path, shared_tokens
-from prefixstore.engine.record_cache import Entry, RecordCache
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
 
 class PagedPrompt:
-    """A sequence of tokens, cut into pages. The cache saves hashing keys that were looked up before.
+    """A sequence of tokens, cut into pages. The trie saves hashing keys that were looked up before.
 
     Attributes
     ----------
@@ -25,13 +25,13 @@ class PagedPrompt:
         The key of the parent of each piece; of the first one, that of the namespace.
     """
 
-    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, cache: RecordCache) -> None:
+    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, trie: Trie) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.page_tokens = page_tokens
         raw, step = tokens.tobytes(), page_tokens * TOKEN_BYTES
         self.pieces = [raw[start : start + step] for start in range(0, len(raw) + 1, step)]
-        self.keys = cache.keys(namespace, self.pieces[:-1])
+        self.keys = trie.keys(namespace, self.pieces[:-1])
         self.parents = [namespace, *self.keys]
 
     def has(self, number: int, page: Page | Record) -> bool:

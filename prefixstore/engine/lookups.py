@@ -18,7 +18,7 @@ from prefixstore.engine.located import Located, PagedPrompt, Waiting
 from prefixstore.engine.page import Page, Path, in_order
 from prefixstore.engine.page_view import PageView
 from prefixstore.engine.part import Part, Shared
-from prefixstore.engine.record_cache import Entry
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens
 from prefixstore.format.record import Record, Usage, time_of_use
@@ -132,7 +132,7 @@ class Lookups(Part):
 
     def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> PagedPrompt:
         """A sequence cut into pages, for `locate`."""
-        return PagedPrompt(namespace, tokens, page_tokens, self._backend.cache)
+        return PagedPrompt(namespace, tokens, page_tokens, self._backend.trie)
 
     @contextmanager
     def locating(self, prompt: PagedPrompt, *, snapshots: bool = False) -> Iterator[tuple[PageView, Located]]:

@@ -17,7 +17,7 @@ from prefixstore.engine.keyspace import (
     leaf_row,
 )
 from prefixstore.engine.page_view import PageView, leaf_of, usage_in
-from prefixstore.engine.record_cache import Entry, RecordCache
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, identity_of, record_bytes
@@ -29,7 +29,7 @@ class PageUpdate(PageView):
     rows: Update
 
     def __init__(self, rows: Update, backend: Backend) -> None:
-        super().__init__(rows, backend, RecordCache())
+        super().__init__(rows, backend, Trie())
         # by salt: the count rows of a tenant's namespaces
         self._tenant_rows: dict[str, list[bytes]] = {}
         # namespaces that had no pages at some point of this update

@@ -20,7 +20,7 @@ from prefixstore.backends.encryption_keys import HEADER, key_of
 from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page import shared_tokens
-from prefixstore.engine.record_cache import Entry, RecordCache
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import salt_in
@@ -41,9 +41,9 @@ class PageView:
     From a local one, where a read is cheap, it reads fewer rows, one after the other.
     """
 
-    def __init__(self, rows: contract.View, backend: contract.Backend, cache: RecordCache) -> None:
+    def __init__(self, rows: contract.View, backend: contract.Backend, trie: Trie) -> None:
         self.rows = rows
-        self._cache = cache
+        self._trie = trie
         self.is_local, self.check = backend.is_local, backend.check
         # by namespace, as its settings say
         self._salts: dict[bytes, str | None] = {}
@@ -67,7 +67,7 @@ class PageView:
     def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
         """The entries of those of these pages that are stored."""
         stored = self.rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
-        return self._cache.entries(keys, stored)
+        return self._trie.entries(keys, stored)
 
     def leading(self, keys: Sequence[bytes], doubtful: Container[bytes] = ()) -> list[Entry]:
         """The stored pages of a sequence, up to the first that is missing.
@@ -90,10 +90,10 @@ class PageView:
                 high = middle
             middle = (low + high) // 2
         for gone in keys[high:]:
-            self._cache.forget(gone)
+            self._trie.forget(gone)
         keys = keys[:high]
         usages = self.rows.get([keyspace.USAGE + key for key in keys])
-        known = self._cache.known
+        known = self._trie.known
         found = [None if key in doubtful else known(key, usage) for key, usage in zip(keys, usages, strict=True)]
         if None in found:
             unknown = [key for key, one in zip(keys, found, strict=True) if one is None]

@@ -22,7 +22,7 @@ from prefixstore.engine import child_rows, keyspace
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import PageUpdate
 from prefixstore.engine.page_view import PageView
-from prefixstore.engine.record_cache import RecordCache
+from prefixstore.engine.trie import Trie
 from prefixstore.errors import (
     ClosedError,
     FullError,
@@ -111,7 +111,7 @@ class Pages:
         self._open_it = open_it
         self._opening = threading.Lock()
         self._is_closed = False
-        self.cache = RecordCache()
+        self.trie = Trie()
         self._is_torn = False
 
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
@@ -168,7 +168,7 @@ class Pages:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         rows = self.rows
         with (self.encrypted or rows).view() as view:
-            yield PageView(view, rows, self.cache)
+            yield PageView(view, rows, self.trie)
 
     @contextmanager
     def update(self) -> Iterator[PageUpdate]:

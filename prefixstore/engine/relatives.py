@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prefixstore.engine.page import Page
 from prefixstore.engine.page_view import PageView, tokens_of
-from prefixstore.engine.record_cache import Entry
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage

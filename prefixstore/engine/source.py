@@ -367,7 +367,7 @@ class Fetcher(Part):
 
     def forget(self, page: Page) -> None:
         """Make the next lookup read the record of this page again."""
-        self._backend.cache.forget(page.key)
+        self._backend.trie.forget(page.key)
 
     def give_up(self, page: Page, error: StorageError | None) -> None:
         """Log and count why a page ended a fetch; the next commit deletes it if it is damaged."""

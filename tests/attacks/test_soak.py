@@ -12,8 +12,8 @@ import pytest
 
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
-from prefixstore.engine.record_cache import MOST_KEPT
 from prefixstore.engine.space import REMEMBERED
+from prefixstore.engine.trie import MOST_KEPT
 from tests.support.models import TORTURE, answer, caching, prompt
 from tests.support.timeouts import wait_for
 
@@ -27,7 +27,7 @@ BOUNDS = {
     "Adaptive._samples": SAMPLES,
     "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
     "Evictor._evicted": REMEMBERED,
-    "RecordCache._read": MOST_KEPT,
+    "Trie._read": MOST_KEPT,
 }
 
 

@@ -1,7 +1,8 @@
-"""A cache of records and page keys that were read lately, so that they are not hashed, read and verified again.
+"""A trie, in memory, of the pages that were read lately, so that they are not hashed, read and verified again.
 
-The key of some tokens after a page never changes. Whether a page is stored only the location knows, and its record may
-have changed since: whoever reads the page compares the two, and has a stale entry dropped.
+Its nodes are keys of pages, and what leads from one to the next are the tokens of a page: that never changes. Whether a
+page is stored only the location knows, and its record may have changed since: whoever reads the page compares the two,
+and has a stale entry dropped.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Entry(NamedTuple):
             return cls(key, error, Usage(0))
 
 
-class RecordCache:
-    """Pages that were read lately. Any thread may use it."""
+class Trie:
+    """Pages that were read lately, by their tokens and by their keys. Any thread may use it."""
 
     def __init__(self) -> None:
         # by key: the rows, and the entry that was made of them
