@@ -218,9 +218,12 @@ class Source:
                 raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
             return path.read_text("utf-8-sig")
         command = shlex.split(self.rest)
-        done = subprocess.run(  # noqa: S603 - the user's own
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
-        )
+        try:
+            done = subprocess.run(  # noqa: S603 - the user's own
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise LocationError(f"the command for the keys has not ended after {COMMAND_SECONDS} s") from None
         if done.returncode:
             raise LocationError(f"the command for the keys has ended with code {done.returncode}")
         return done.stdout.decode()

@@ -31,6 +31,7 @@ from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import RAW
 from prefixstore.format.record import Record, Usage, time_of_use
+from prefixstore.units import counted
 
 log = logging.getLogger("prefixstore")
 
@@ -221,7 +222,8 @@ class Committer(Part):
         try:
             n_written = len(self.commit(batch))
         except StorageError as error:
-            log.warning("%d pages were dropped: %s", len(batch), error)
+            what = f"{counted(len(batch), 'page')} dropped" if batch else "uses and figures of pages are not written yet"
+            log.warning("%s: %s", what, error)
             return 0
         try:
             self._backend.mend()

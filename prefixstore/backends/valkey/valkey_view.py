@@ -7,6 +7,7 @@ the client's own connection.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ def bytes_in(answer: Sequence[Any], where: str) -> int | None:
     Raises `IncompatibleError` if the location is that of another application, or has another format.
     """
     exists, magic, version, n_bytes = answer[:4]
-    if exists and (magic != MAGIC or not (version or b"").isdigit()):
+    if exists and (magic != MAGIC or not re.fullmatch(rb"\d{1,9}", version or b"")):
         raise refusals.foreign(where, "keys")
     if exists and int(version) != VALKEY_VERSION:
         raise refusals.other_format(where, int(version), VALKEY_VERSION)
