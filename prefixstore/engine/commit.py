@@ -222,7 +222,7 @@ class Committer(Part):
         try:
             n_written = len(self.commit(batch))
         except StorageError as error:
-            what = f"{counted(len(batch), 'page')} dropped" if batch else "uses and figures of pages are not written yet"
+            what = f"{counted(len(batch), 'page')} dropped" if batch else "uses and figures are not written yet"
             log.warning("%s: %s", what, error)
             return 0
         try:
