@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -136,8 +137,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
         if arguments is None and code in INTERRUPTED:
             # the end of the process would wait for threads that wait for a lock of another one
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(code)
         return code
     except BrokenPipeError:

@@ -18,9 +18,9 @@ def configured(
     location: str, config: Path | None, model: Path | None, n_ctx: int | None = None, salt: str | None = None
 ) -> Config:
     """Settings of the given model, and of the store in this location; options override the file."""
-    if config is None and model is None:
-        raise InvalidParameterError("no model is given; pass --model FILE or --config FILE")
     settings = load_config(config) if config is not None else Config()
+    if model is None and settings.path is None:
+        raise InvalidParameterError("no model is given; pass --model FILE, or --config FILE with path in [model]")
     return settings.override(str(model) if model else None, {"n_ctx": n_ctx}, {"location": location, "salt": salt})
 
 

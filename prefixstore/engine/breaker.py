@@ -125,14 +125,13 @@ class CircuitBreaker:
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
-            starts = open_seconds > SHORT_OPEN and not self._is_probing and not self._closing.is_set()
-            if starts:
-                with suppress(RuntimeError):  # there is no thread now: the next failure tries again
-                    start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
-                    self._is_probing = True
-        if starts:
-            log.warning("the location is not used until a probe succeeds: %s", why)
-            self._counters.count("outages")
+            if open_seconds <= SHORT_OPEN or self._is_probing or self._closing.is_set():
+                return
+            with suppress(RuntimeError):  # there is no thread now: the next failure tries again
+                start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
+                self._is_probing = True
+                log.warning("the location is not used until a probe succeeds: %s", why)
+                self._counters.count("outages")
 
     def _probe_until_healthy(self, page: Page | None) -> None:
         """Close the circuit when the location answers in time."""

@@ -50,8 +50,9 @@ LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
 ROW, PAYLOAD = b"row", b"payload"
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
-# so long at least between two attempts to find a key that is missing; the first is made at once
-AGAIN_SECONDS = 1.0
+# So long at least between two attempts to find a key that is missing; the first is made at once. After each in vain it
+# is doubled, so many times at most.
+AGAIN_SECONDS, MOST_DOUBLINGS = 1.0, 6
 # so long is waited for a provider while others wait; what it gives later is found later
 PROVIDER_SECONDS = 0.2
 # forged rows may name any number of keys
@@ -254,7 +255,8 @@ class Encrypted:
     def __init__(self, backend: Backend, provider: KeyProvider, keys: Keys, count: Callable[[], object]) -> None:
         self._backend, self._provider, self._count = backend, provider, count
         self.keys = keys
-        self._keys_read_at = float("-inf")
+        self._reader: Thread | None = None
+        self._read_at, self._n_in_vain = float("-inf"), 0
         # the header that was found last, and what it says; when a view looks again
         self._found: tuple[bytes | None, RowCipher] | None = None
         self._looks_at = 0.0
@@ -315,12 +317,15 @@ class Encrypted:
     def _require(self, needed: Sequence[bytes]) -> None:
         """Raise if one of these keys is missing. They are read again: another process may have been given a new one."""
         missing = self.keys.missing(needed)
-        if missing and time.monotonic() - self._keys_read_at > AGAIN_SECONDS:
-            self._keys_read_at = time.monotonic()
-            reading = Thread(target=self._read_keys, name="prefixstore-keys", daemon=True)
-            reading.start()
-            reading.join(PROVIDER_SECONDS)
+        pause = AGAIN_SECONDS * 2**self._n_in_vain
+        is_reading = self._reader is not None and self._reader.is_alive()
+        if missing and not is_reading and time.monotonic() - self._read_at > pause:
+            self._read_at = time.monotonic()
+            self._reader = Thread(target=self._read_keys, name="prefixstore-keys", daemon=True)
+            self._reader.start()
+            self._reader.join(PROVIDER_SECONDS)
             missing = self.keys.missing(needed)
+            self._n_in_vain = min(self._n_in_vain + 1, MOST_DOUBLINGS) if missing else 0
         if missing:
             raise LocationError(
                 f"it needs the key {missing[0].hex()}, which {name_of_provider(self._provider)} does not have, "

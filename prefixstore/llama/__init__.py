@@ -2,11 +2,10 @@
 
 A prompt becomes a restore. ``Llama.create_completion`` asks its cache, which is the store (`attached`), and the store
 finds the `hook` of this ``Llama``, or attaches one. The hook asks the `context` whether it may be used, and the
-`lineage` which tokens it is known to hold. Then a `strategy` takes the prompt:
-`page_strategy` for memory that can step back, `snapshot_strategy` for memory that cannot. It looks the prompt up in the
-engine, and compares reading with computing (``engine.compute_rate``). What is worth reading goes into llama.cpp's
-memory, page by page (`paged_memory`) or joined to a whole state (`restore`); nothing is evaluated before all of it is
-verified.
+`lineage` which tokens it is known to hold. Then a `strategy` takes the prompt: `page_strategy` for memory that can step
+back, `snapshot_strategy` for memory that cannot. It looks the prompt up in the engine, and compares reading with
+computing (``engine.compute_rate``). What is worth reading goes into llama.cpp's memory, page by page (`paged_memory`)
+or joined to a whole state (`restore`); nothing is evaluated before all of it is verified.
 
 An evaluation becomes pages. The `attachment` has put the hook's ``eval`` in the place of the ``Llama``'s. It evaluates
 batch by batch, stops where a snapshot pays (``models.boundaries``), and notes the tokens in the lineage. When a page is

@@ -262,9 +262,10 @@ class SlotPool:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def in_the_way(self, claim: Claim) -> PoolSlot | None:
-        """The idle slot to be emptied next, so that all of a prompt has room; None if it has, or if all are in use."""
+        """The idle slot to be emptied next, so that all of a prompt has room; None if it has, or cannot have it."""
         others = [slot for slot in self.slots if slot is not claim.slot]
-        if not self.is_unified or len(claim.tokens) + sum(slot.n_held for slot in others) <= claim.slot.n_ctx:
+        n, n_ctx = len(claim.tokens), claim.slot.n_ctx
+        if not self.is_unified or n >= n_ctx or n + sum(slot.n_held for slot in others) <= n_ctx:
             return None
         idle = [slot for slot in others if slot.n_held and not slot.is_busy]
         return min(idle, key=lambda slot: slot.used, default=None)

@@ -4,6 +4,7 @@ import os
 import subprocess
 from contextlib import closing, contextmanager, suppress
 
+import lmdb
 import pytest
 
 from prefixstore.backends.lmdb import checked
@@ -102,6 +103,12 @@ def test_a_copy_is_verified_and_the_same_file_in_another_directory_is_not(kv, tm
     assert n_verified(monkeypatch, tmp_path / "copy") == 0
     kv.rename(tmp_path / "moved")
     assert n_verified(monkeypatch, tmp_path / "moved") == 0
+    # as mdb_copy -n -c does: it notes in the tree of free pages that the file is in no directory of its own
+    (tmp_path / "compact").mkdir()
+    env = lmdb.open(str(tmp_path / "moved" / "data.mdb"), subdir=False, lock=False, readonly=True)
+    with env, (tmp_path / "compact" / "data.mdb").open("wb") as file:
+        env.copyfd(file.fileno(), compact=True)
+    assert n_verified(monkeypatch, tmp_path / "compact") == 1
 
 
 def test_any_other_note_is_none(kv, monkeypatch):

@@ -28,7 +28,7 @@ def store(tmp_path_factory):
         (2, "show {store}", "HASH is missing; see --help"),
         (2, "purge {store}", "no pages are selected"),
         (2, "tree {store} --containing x", "--containing needs --model"),
-        (2, "verify {store}", "pass --model FILE or --config FILE"),
+        (2, "verify {store}", "pass --model FILE, or --config FILE"),
         (2, "copy {store} {store}", "source and target are the same location"),
         (2, "copy {store}", "pass STORE TARGET"),
         (2, "ls {store} --sort colour", "--sort colour is unknown; choose used, pages, tokens, stored or uses"),

@@ -345,7 +345,12 @@ def test_slots_that_share_one_memory_leave_room_for_a_prompt_and_what_its_answer
         for i, n_answer in enumerate((51, 51, 201)):
             claim = await manager.acquire(tokens(*range(1000 * i, 1000 * i + 150)), None)
             manager.release(claim, RequestUsage(0, 150, n_answer), began=True)
-        return erase.asked, [slot.is_clean for slot in manager.pool.slots]
+        found = erase.asked.copy(), [slot.is_clean for slot in manager.pool.slots]
+        # one that never has room displaces none
+        claim = await manager.acquire(tokens(*range(5000, 5600)), None)
+        manager.release(claim, None, began=False)
+        assert set(erase.asked[1:]) <= {claim.slot.id}
+        return found
 
     # of 500 tokens in all, two have 200 each; the first one goes before the third prompt, the second one by its answer
     assert with_slots(3, scene, store, erase) == ([0], [True, False, True])

@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -28,7 +29,7 @@ BRANCH, LEAF, LARGE = 1, 2, 4
 # the transaction.
 META = struct.Struct("=10xH4xII16x IHHQQQQQ IHHQQQQQ QQ")
 MARKS = 8, 0xBEEFC0DE, 1
-INTEGER_KEYS = 8
+INTEGER_KEYS, NOSUBDIR = 8, 0x4000
 SIZES = [1 << n for n in range(9, 17)]
 LARGEST_KEY, MOST_LEVELS = 511, 32
 
@@ -40,12 +41,11 @@ def verify_file(path: Path, snapshot: int | None = None) -> bool:
 
     Raises `CorruptError` if it is not as LMDB writes it.
     """
-    with path.open("rb") as file:
-        handle = file.fileno()
+    with path.open("rb", buffering=0) as file:
         try:
-            first = os.pread(handle, META.size, 0).ljust(META.size, b"\0")
+            first = _read(file, META.size, 0).ljust(META.size, b"\0")
             size = META.unpack(first)[3]
-            second = os.pread(handle, META.size, size).ljust(META.size, b"\0")
+            second = _read(file, META.size, size).ljust(META.size, b"\0")
             # of equal transactions LMDB takes the first
             metas = [META.unpack(second), META.unpack(first)]
             if any(meta[:3] != MARKS for meta in metas):
@@ -56,21 +56,26 @@ def verify_file(path: Path, snapshot: int | None = None) -> bool:
                 return False
             if size not in SIZES or meta[-2] < 1:
                 raise CorruptError("its first page is wrong")
-            _Pages(handle, size, meta[-2] + 1).verify(meta[3:11], meta[11:19])
+            _Pages(file, size, meta[-2] + 1).verify(meta[3:11], meta[11:19])
         except (CorruptError, struct.error, OverflowError, ValueError) as error:
-            with mmap(handle, 0, access=ACCESS_READ) as data:
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
                 if data.find(b"".join(MAGIC)) >= 0:
                     raise CorruptError(str(error)) from error
     return True
 
 
+def _read(file: FileIO, n: int, at: int) -> bytes:
+    file.seek(at)
+    return file.read(n)
+
+
 class _Pages:
     """The pages of a file, and which of them were seen."""
 
-    def __init__(self, handle: int, size: int, n_pages: int) -> None:
-        self._handle, self._size, self._n_pages = handle, size, n_pages
+    def __init__(self, file: FileIO, size: int, n_pages: int) -> None:
+        self._file, self._size, self._n_pages = file, size, n_pages
         # free pages at the end may never have been written
-        self._seen = bytearray(min(n_pages, os.fstat(handle).st_size // size))
+        self._seen = bytearray(min(n_pages, os.fstat(file.fileno()).st_size // size))
         self._seen[:2] = b"\1\1"
         self._unwritten: set[int] = set()
         # of a tree: pages with branches, with leaves, and with large values
@@ -109,13 +114,14 @@ class _Pages:
             else:
                 before, n_rows = key, n_rows + 1
                 yield value
-        if (*tree[1:7],) != (flags, depth, *self._counted, n_rows):
+        # in its flags the tree of free pages has those of the file
+        if (tree[1] & ~NOSUBDIR, *tree[2:7]) != (flags, depth, *self._counted, n_rows):
             raise CorruptError("there are not as many rows and pages as are counted")
 
     def _below(self, number: int, depth: int, flags: int) -> Iterator[tuple[bytes, bytes | None]]:
         """The rows in a page and below it; and, without a value, the keys of branches, which are between the others."""
         self._see(number, 1)
-        page, kind = os.pread(self._handle, self._size, number * self._size), LEAF if depth == 1 else BRANCH
+        page, kind = _read(self._file, self._size, number * self._size), LEAF if depth == 1 else BRANCH
         self._counted[kind == LEAF] += 1
         found, its_kind, begin, end = PAGE.unpack_from(page)
         starts = struct.unpack_from(f"={(begin - PAGE.size) // 2}H", page, PAGE.size)
@@ -146,10 +152,10 @@ class _Pages:
     def _large(self, where: bytes, n_bytes: int, *, is_wanted: bool) -> bytes:
         """A large value, if it is wanted."""
         first = int.from_bytes(where, sys.byteorder)
-        number, kind, low, high = PAGE.unpack(os.pread(self._handle, PAGE.size, first * self._size))
+        number, kind, low, high = PAGE.unpack(_read(self._file, PAGE.size, first * self._size))
         n_pages = low | high << 16
         if (number, kind) != (first, LARGE) or n_pages * self._size < PAGE.size + n_bytes:
             raise CorruptError(f"page {first} has not the value that it should have")
         self._see(first, n_pages)
         self._counted[2] += n_pages
-        return os.pread(self._handle, n_bytes, first * self._size + PAGE.size) if is_wanted else b""
+        return _read(self._file, n_bytes, first * self._size + PAGE.size) if is_wanted else b""

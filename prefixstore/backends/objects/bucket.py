@@ -42,7 +42,8 @@ DELETED_AT_ONCE = 1000
 PIECE_BYTES = 256 << 10
 PART_BYTES = 64 << 20
 # what a server says of a bucket that there is not; what obstore raises where it gives up
-NO_BUCKET = "NoSuchBucket"
+# what S3 and Azure call a bucket that is not there
+NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 PANIC = "PanicException"
 FORKED = "obstore does not work in a process that was forked from one that uses it; start processes by spawn"
 
@@ -265,7 +266,7 @@ class Client:
             except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
                 return None
             except FileNotFoundError as error:
-                if NO_BUCKET in str(error):
+                if NO_BUCKET.search(str(error)):
                     raise
                 return None
 
@@ -282,7 +283,7 @@ class Client:
         except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
             raise LocationError(f"{self.where} cannot be opened ({type(error).__name__})") from None
         except FileNotFoundError as error:
-            if NO_BUCKET not in str(error):
+            if not NO_BUCKET.search(str(error)):
                 raise UnavailableError(f"{self.where}: {_reason(error)}") from None
             raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
         except (exceptions.BaseError, OSError, ValueError) as error:
