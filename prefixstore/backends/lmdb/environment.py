@@ -98,7 +98,7 @@ class Environment:
                         raise refusals.no_store(path)
                     _create(path)
                     is_new = True
-                _write_lock(path)
+                _add_lock(path)
                 found = file.stat()
                 # a handle that is replaced was used until now
                 if self._identity != (found.st_dev, found.st_ino):
@@ -301,7 +301,7 @@ class Environment:
         """Copy all rows, in order, into a new file: no page of it has ever held a row that was deleted."""
         # with a smaller budget than it was filled with, no more than it needs
         map_size = max(self._map_size, (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
-        _write_lock(Path(directory))
+        _write_lock(directory)
         with self.begin(write=False) as txn, lmdb.open(directory, map_size=map_size, mode=0o600) as new:
             rows = iter(txn.cursor())
             while _put_some(new, rows):
@@ -371,21 +371,25 @@ def _create(path: Path) -> None:
     LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
     with TemporaryDirectory(dir=path, prefix=NEW) as directory:
-        _write_lock(Path(directory))
+        _write_lock(directory)
         with lmdb.open(directory, map_size=SMALLEST_MAP, mode=0o600) as new, new.begin(write=True) as txn:
             txn.put(*MAGIC)
             txn.put(FORMAT, META_FORMAT.pack(LMDB_VERSION))
         publish(Path(directory) / DATA, path / DATA)
 
 
-def _write_lock(directory: Path) -> None:
-    """Write all of the lock file, which LMDB maps: a hole there ends the process (SIGBUS) if the disk is full."""
-    if not (directory / LOCK).exists() and os.access(directory, os.W_OK):
-        with TemporaryDirectory(dir=directory, prefix=NEW) as new:
-            file = Path(new) / LOCK
-            file.touch(0o600)
-            file.write_bytes(ZEROS[:LOCK_BYTES])
-            publish(file, directory / LOCK)
+def _add_lock(path: Path) -> None:
+    if not (path / LOCK).exists() and os.access(path, os.W_OK):
+        with TemporaryDirectory(dir=path, prefix=NEW) as directory:
+            publish(_write_lock(directory), path / LOCK)
+
+
+def _write_lock(directory: str) -> Path:
+    """Write all of a lock file, which LMDB maps: a hole in it ends the process (SIGBUS) if the disk is full."""
+    file = Path(directory) / LOCK
+    file.touch(0o600)
+    file.write_bytes(ZEROS[:LOCK_BYTES])
+    return file
 
 
 def _put_some(env: lmdb.Environment, rows: Iterator[tuple[Any, Any]]) -> bool:
