@@ -7,7 +7,7 @@ import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
@@ -88,8 +88,8 @@ class Proxy:
         exchange = Exchange(request, self._settings.max_body, self._bodies)
         try:
             await self._route(exchange)
-        except ClientConnectionResetError:
-            # its task is just being cancelled
+        except ConnectionError:
+            # of the client: its task is just being cancelled
             exchange.cut()
         except RefusedError as error:
             exchange.refuse(error.status, str(error))
