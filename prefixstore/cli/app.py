@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 
 FAILED = 1
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+# the reader of the output has closed it, or the disk is full that it goes to
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # the commands, by what they are for: the module of each, and its name
 COMMANDS = {
     "Use": "init.init warm.warm serve.serve shim.shim slots.slots measure.demo",
@@ -132,7 +135,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="prefixstore")
+        try:
+            app(args=None if arguments is None else list(arguments), prog_name="prefixstore")
+        finally:
+            sys.stdout.flush()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
         if arguments is None and code in INTERRUPTED:
@@ -142,9 +148,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.flush()
             os._exit(code)
         return code
-    except BrokenPipeError:
-        # the reader of the output has closed it; Python must not write to it at exit either
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        # Python must not write to it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            sys.stderr.write(f"prefixstore: the output cannot be written: {error.strerror}\n")
         return FAILED
     return 0
 

@@ -43,7 +43,7 @@ def export(
 
     On a terminal it asks before it replaces an export; otherwise that needs --yes. A file that is not an export is
     never replaced. The file of an encrypted store is encrypted, too, under its newest key. Exit code 1: damaged pages
-    were left out, or nothing was replaced.
+    were left out, nothing was replaced, or there is no such tenant.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
@@ -54,6 +54,8 @@ def export(
     with Archive(location, read_only=True) as archive:
         where = archive.location
         namespaces = chosen_namespaces(archive, namespace, salt)
+        if namespaces is not None and not namespaces:
+            return FAILED
         keys = None
         if prefix is not None or page is not None:
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))

@@ -104,6 +104,8 @@ def explain_tokens(engine: Engine, words: Words, tokens: Tokens, place: LookupCo
     matched = shared
     if place.kind.has_snapshots:
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
+    # a snapshot may have more than the pages before it
+    shared = max(shared, matched, key=lambda path: path.n_tokens)
     n_shared = shared.n_tokens
     nearest = _nearest(engine, place, tokens, shared)
     fork = _fork(words, tokens, *nearest) if nearest is not None else None

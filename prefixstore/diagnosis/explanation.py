@@ -62,9 +62,9 @@ class Explanation:
     reason
         Why the store does not have more, in a word: ``"complete"`` (it has all), ``"fork"`` (the prompt
         parts from what is stored), ``"end"`` (it continues where the stored sequence ends), ``"settings"`` (it is
-        stored under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared,
-        but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this
-        model or context cannot be stored).
+        stored under other settings), ``"empty"`` (nothing of it is stored in this namespace), ``"snapshot"`` (more is
+        shared, but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of
+        this model or context cannot be stored).
     fork
         Where it parts from the nearest stored sequence; None if it does not.
     other_settings
@@ -108,7 +108,7 @@ class Explanation:
             "fork": "The rest differs from everything that is stored.",
             "end": "The stored sequence ends there; the rest was not computed, or not stored.",
             "settings": "It is stored for other settings, which cannot share states with these.",
-            "empty": "Nothing is stored for this model and these settings.",
+            "empty": "Nothing of it is stored for this model and these settings.",
             "snapshot": f"{self.n_shared:,} tokens are the same; this model can only resume at a snapshot.",
             "short": f"Prompts and matches of fewer than min_tokens={self.min_tokens} tokens are always computed.",
             "unsupported": "States of this model, or context, cannot be stored.",

@@ -120,6 +120,14 @@ def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, 
     subprocess.run(given, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_that_cannot_be_written_ends_a_command_without_a_traceback():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "prefixstore", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "prefixstore: the output cannot be written: No space left on device\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store, tmp_path, number, code):

@@ -31,6 +31,7 @@ def store(tmp_path_factory):
         (2, "verify {store}", "pass --model FILE, or --config FILE"),
         (2, "copy {store} {store}", "source and target are the same location"),
         (2, "copy {store}", "pass STORE TARGET"),
+        (1, "export {store} --out nobody.pstore --salt nobody", "there is no tenant 'nobody'"),
         (2, "ls {store} --sort colour", "--sort colour is unknown; choose used, pages, tokens, stored or uses"),
         (2, "evict {store} --to 80%", "80%"),
         (2, "evict {store} --to 1B --policy x", "policy='x' is unknown"),

@@ -142,6 +142,11 @@ def test_models_that_resume_from_snapshots_say_how_much_is_the_same(models, tmp_
         assert found.n_matched < found.n_shared == 300
         assert "resumes only at its snapshots" in read(found)
         assert store.explain(tokens[:200]).reason in ("snapshot", "complete")
+    # a snapshot goes on after the last page
+    with caching(tmp_path / "short", llm, page_tokens=32) as store:
+        ask(llm, tokens[:20])
+        found = store.explain(tokens[:25])
+        assert (found.n_shared, found.n_matched, found.reason) == (20, 20, "end")
     llm.close()
 
 
