@@ -356,7 +356,7 @@ def _check(table: str, settings: Mapping[str, Any], known: Collection[str]) -> N
             place = f"[{table}] has {name!r}" if table else f"it has {name!r}"
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
             if name == "ram_bytes":
-                hint = 'memory in front of a location is location = ["memory:", STORE]'
+                hint = 'memory in front of a location is location = ["memory:", LOCATION]'
             raise InvalidParameterError(f"{place}, which is unknown; {hint}")
 
 
