@@ -325,7 +325,8 @@ class Encrypted:
             self._reader.start()
             self._reader.join(PROVIDER_SECONDS)
             missing = self.keys.missing(needed)
-            self._n_in_vain = min(self._n_in_vain + 1, MOST_DOUBLINGS) if missing else 0
+            if missing:
+                self._n_in_vain = min(self._n_in_vain + 1, MOST_DOUBLINGS)
         if missing:
             raise LocationError(
                 f"it needs the key {missing[0].hex()}, which {name_of_provider(self._provider)} does not have, "
@@ -334,7 +335,10 @@ class Encrypted:
 
     def _read_keys(self) -> None:
         try:
-            self.keys = Keys.read(self._provider)
+            found = Keys.read(self._provider)
+            if found != self.keys:
+                # perhaps later than was waited for
+                self.keys, self._n_in_vain = found, 0
         except StorageError as error:
             log.warning("%s: %s", self._backend.location, error)
 
