@@ -327,7 +327,7 @@ def explain_settings(namespace: Namespace, stored: Iterable[Namespace], names: M
 
 
 def explain_of_model(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
-    """As `explain_settings`, of the pages of the same model only, and whoever's they are."""
+    """As `explain_settings`, of the pages of the same model only, of any tenant."""
     model = namespace.settings.get("model")
     same = (one for one in stored if model is not None and one.settings.get("model") == model)
     return explain_settings(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same], {})

@@ -134,20 +134,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+    code = 0
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="prefixstore")
-        finally:
-            sys.stdout.flush()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
         if arguments is None and code in INTERRUPTED:
             # the end of the process would wait for threads that wait for a lock of another one
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-        return code
+        sys.stdout.flush()
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise
@@ -156,7 +155,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if error.errno != errno.EPIPE:
             sys.stderr.write(f"prefixstore: the output cannot be written: {error.strerror}\n")
         return FAILED
-    return 0
+    return code
 
 
 def _open_streams() -> None:

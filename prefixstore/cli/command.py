@@ -130,7 +130,7 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
         # the location was left out, so each argument is in the place of the one before it
         given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
         last = given[names[-1]]
-        # one argument that is no hash is the location
+        # a single argument that is not a hash is the location
         if last is None or (names[-1] == "digits" and last.strip(hexdigits)):
             raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
     settings = load_config(config) if config is not None else Config()

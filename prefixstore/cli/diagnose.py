@@ -77,8 +77,8 @@ def explain(
     of stored pages.
 
     With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
-    With --config, the model is loaded as a server would, and its settings are compared. With --model
-    and --server, a running llama-server makes tokens of the prompt: llama-cpp-python is not needed then. Nothing is
+    With --config, the model is loaded as a server would, and its settings are compared. With --model and
+    --server, a running llama-server makes tokens of the prompt: then llama-cpp-python is not needed. Nothing is
     written.
 
     Exit codes: 0 the whole prompt is stored; 1 not all of it.

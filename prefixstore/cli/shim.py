@@ -84,7 +84,7 @@ def run_shim(argv: Sequence[str]) -> int:
         if address.get("--host", "").endswith(".sock"):
             raise InvalidParameterError("--host with a socket cannot be used behind the proxy")
         check_options(options, os.environ)
-        # what is no number is for llama-server to refuse
+        # llama-server itself refuses what is not a number
         is_alone = not SAYING.isdisjoint(options) or not address.get("--port", "0").isdecimal()
     except InvalidParameterError as error:
         say(f"prefixstore: {error}; llama-server is started without the store")

@@ -127,7 +127,7 @@ class CircuitBreaker:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
             if open_seconds <= SHORT_OPEN or self._is_probing or self._closing.is_set():
                 return
-            with suppress(RuntimeError):  # there is no thread now: the next failure tries again
+            with suppress(RuntimeError):  # no thread can be started now: the next failure tries again
                 start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
                 self._is_probing = True
                 log.warning("the location is not used until a probe succeeds: %s", why)

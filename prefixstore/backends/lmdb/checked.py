@@ -112,7 +112,7 @@ class CheckedFile:
                 raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
             yield
         finally:
-            # waits at most for a process that verifies the data: nobody waits for the lock of the directory
+            # this may wait for a process that verifies the data; nobody waits for the lock of the directory
             fcntl.flock(self._handle, fcntl.LOCK_SH)
             os.close(directory)
 

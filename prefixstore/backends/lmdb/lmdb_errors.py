@@ -62,12 +62,13 @@ def prepare_directory(path: Path, *, read_only: bool) -> None:
     except OSError as error:
         done = "read" if read_only else "created"
         raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
-    what = "readable" if not os.access(path, os.R_OK | os.X_OK) else "writable"
-    if what == "readable" or not (read_only or os.access(path, os.W_OK)):
-        hint = ". To read, read_only=True is enough, as for prefixstore ls, show, check and export"
+    advice = "run as its owner, or choose another location"
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise LocationError(f"{path} is not readable for this user; {advice}")
+    if not (read_only or os.access(path, os.W_OK)):
         raise LocationError(
-            f"{path} is not {what} for this user; run as its owner, or choose another location"
-            f"{hint if what == 'writable' else ''}"
+            f"{path} is not writable for this user; {advice}. To read, read_only=True is enough, "
+            "as for prefixstore ls, show, check and export"
         )
 
 

@@ -55,7 +55,7 @@ def statements(revision: str | None, dialect: str, where: str) -> list[str]:
 
 
 def check_schema(url: str) -> str | None:
-    """The revision that the store has, None if there is no store yet; `HEAD` is needed. Changes nothing.
+    """The revision of the store, None if there is no store yet; the current one is `HEAD`. Changes nothing.
 
     Raises `StorageError` if the database cannot be opened, or is another application's or of a newer version.
     """
