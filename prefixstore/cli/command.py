@@ -16,7 +16,7 @@ import typer
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.encryption_keys import use_by_default
-from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
+from prefixstore.backends.location import ENVIRONMENT, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell
 from prefixstore.config import Config, load_config
@@ -136,9 +136,6 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
     settings = load_config(config) if config is not None else Config()
     if given[place] is None and is_needed:
         given[place] = _default_location(given, config, settings)
-    if given[place] is not None and not is_url(given[place]) and os.path.isfile(given[place]):  # noqa: PTH113
-        path = os.path.abspath(given[place])  # noqa: PTH100 - as it was given
-        raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
     key: Any = settings.store.get("key")
     if isinstance(key, list) and key:
         key = key[min(settings.locations.index(_kept(settings)[0]), len(key) - 1)]

@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
     "prompt_tokens": _count("Tokens of the prompts that were looked up.", "prompt_tokens"),
     "restored_tokens": _count("Tokens restored from the store.", "tokens_restored"),
     "computed_tokens": _count(
-        "Tokens computed by eval, including those of the answers; 0 if another program computes.", "tokens_computed"
+        "Tokens computed by a Llama, with those of its answers; by llama-server, those of prompts.", "tokens_computed"
     ),
     "written_pages": _count("Pages and snapshots written to the location.", "allocations"),
     "deleted_pages": _count("Pages and snapshots deleted from the location, for any reason.", "frees"),

@@ -46,8 +46,7 @@ REFUSED = {
 # what is added to the command overrides these, if they are in the environment
 OVERRIDDEN = {"--host", "--port", "--slot-save-path", "--no-slots", "--cache-idle-slots"}
 OFF = {"", "0", "false", "off", "disabled"}
-KEY_OPTIONS = ("--api-key", "--api-key-file")
-KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
+KEY_OPTION, KEY_VARIABLE = "--api-key", "LLAMA_API_KEY"
 # in a line of a file of settings that is no comment
 API_KEY = re.compile(r"^[^#;\n]*api[-_]key", re.IGNORECASE | re.MULTILINE)
 # llama-server takes it for a Unix socket by its ending. No other user of the machine can reach it, and no other process
@@ -86,15 +85,19 @@ class ServerCommand:
         if not argv:
             raise InvalidParameterError("no llama-server is given; put its command after --: -- llama-server -m FILE")
         check_options(argv, environ)
-        self.given = tuple(argv)
         self.socket = private / SOCKET
         if len(os.fsencode(self.socket)) > MAX_SOCKET:
             raise InvalidParameterError(f"{private} is too long for the path of a socket; set TMPDIR to a shorter one")
         self.slots_dir = private / "slots"
-        self.has_keys = bool(api_keys_of(argv, environ))
-        # beside those of its clients, which are not known here
-        self.key = secrets.token_urlsafe(32) if self.has_keys else None
-        self._private, self._key_file = private, private / "api-key"
+        self._given, self.environ, self.key = tuple(argv), dict(environ), None
+        keys = [key for key in (*values_of(argv, (KEY_OPTION,)), environ.get(KEY_VARIABLE)) if key]
+        self.has_keys = bool(keys) or _has_file_of_keys(argv, environ)
+        if self.has_keys:
+            # beside those of its clients; all are in the variable, since it warns of two options
+            self.key = secrets.token_urlsafe(32)
+            self._given = tuple(_without(argv, KEY_OPTION))
+            self.environ[KEY_VARIABLE] = ",".join((*keys, self.key))
+        self._private = private
         self.prepare()
         arguments = parse_arguments(argv[1:], environ)
         cache_ram = _cache_ram_of(arguments)
@@ -123,9 +126,6 @@ class ServerCommand:
             # of one that was killed: the next one would not start
             self.socket.unlink(missing_ok=True)
             self.slots_dir.mkdir(mode=0o700, exist_ok=True)
-            if self.key is not None and not self._key_file.exists():
-                self._key_file.touch(mode=0o600)
-                self._key_file.write_text(f"{self.key}\n")
         except OSError as error:
             raise ServerError(f"{self._private} cannot be prepared for llama-server: {error.strerror}") from error
 
@@ -133,14 +133,12 @@ class ServerCommand:
         """All arguments, for a server that listens on `socket`."""
         ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
         ours += ["--no-cache-idle-slots", "--no-context-shift"]
-        if self.key is not None:
-            ours += ["--api-key-file", str(self._key_file)]
         if self._full_window:
             ours.append("--swa-full")
         if not self._cache_ram:
             # pages are in the store, whose budget is known
             ours += ["--cache-ram", "0"]
-        return [*self.given, *ours]
+        return [*self._given, *ours]
 
 
 def check_program(argv: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -174,9 +172,19 @@ def _cache_ram_of(arguments: Arguments) -> float | None:
         return None  # the server says so
 
 
-def api_keys_of(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the server requires a key of its clients."""
-    given = [*values_of(argv, KEY_OPTIONS), *(environ.get(name) for name in KEY_VARIABLES)]
+def _without(argv: Sequence[str], option: str) -> Iterator[str]:
+    """The arguments without an option and its values."""
+    left = iter(argv)
+    for argument in left:
+        if option_name(argument) == option:
+            next(left, None)
+        else:
+            yield argument
+
+
+def _has_file_of_keys(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the server is given a file that has keys of its clients."""
+    given = [*values_of(argv, (f"{KEY_OPTION}-file",)), environ.get("LLAMA_ARG_API_KEY_FILE")]
     return any(given) or any(_names_key(path) for path in config_files(environ))
 
 
@@ -234,13 +242,12 @@ class Child:
     def __init__(
         self,
         command: ServerCommand,
-        environ: Mapping[str, str],
         is_healthy: Callable[[], Awaitable[bool]],
         when_ready: Callable[[], Awaitable[None]],
         when_down: Callable[[], None],
     ) -> None:
-        self._command, self._environ = command, dict(environ)
-        self._is_healthy, self._when_ready, self._when_down = is_healthy, when_ready, when_down
+        self._command, self._is_healthy = command, is_healthy
+        self._when_ready, self._when_down = when_ready, when_down
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._was_ready = False
@@ -308,7 +315,7 @@ class Child:
             # a session of its own: Ctrl-C in the terminal must not end it before its slots are stored
             self.process = await asyncio.create_subprocess_exec(
                 *argv,
-                env=self._environ,
+                env=self._command.environ,
                 start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=_die_with(os.getpid()),

@@ -96,6 +96,9 @@ class SlotAction(NamedTuple):
 class LlamaServer:
     """A client of one llama-server. May be used from many threads.
 
+    It needs no package but Python's own, and no event loop, as aiohttp does: `SlotStore` uses it in the threads of
+    the proxy, and the commands without any.
+
     Parameters
     ----------
     url

@@ -17,6 +17,7 @@ from prefixstore.backends.location import text_of
 from prefixstore.errors import (
     ContextError,
     CorruptError,
+    LocationError,
     PrefixStoreError,
     ServerError,
     ServerRefusedError,
@@ -56,6 +57,21 @@ class OnDamage(Enum):
     ASIDE = "aside"
     WITHOUT = "without"
     FAIL = "fail"
+
+
+def why_without(error: Exception, on_damage: OnDamage) -> str:
+    """Why a server starts without its store, which could not be opened.
+
+    Raises
+    ------
+    PrefixStoreError
+        If it does not start: `error` is one of usage, or `on_damage` says so.
+    """
+    if isinstance(error, StorageError) and on_damage is OnDamage.FAIL:
+        raise LocationError(str(error)) from error
+    if isinstance(error, PrefixStoreError) and not isinstance(error, (StorageError, ServerError)):
+        raise error
+    return str(error)
 
 
 def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -> T:
@@ -214,14 +230,12 @@ class ServerSession:
             store = await asyncio.to_thread(opened, settings.location, settings.on_damage, open_it)
         except Exception as error:
             # a server that cannot show what its slots look like, since all are busy, say, is served all the same
-            is_refused = isinstance(error, ServerError) and identity is None
-            is_wrong = isinstance(error, PrefixStoreError) and not isinstance(error, (StorageError, ServerError))
-            is_wrong |= isinstance(error, StorageError) and settings.on_damage is OnDamage.FAIL
-            if is_refused or (is_wrong and not self._was_open):
+            if isinstance(error, ServerError) and identity is None:
                 raise
-            if self.failure != str(error):
-                log.warning("the store cannot be used: %s", error)
-            self.failure = str(error)
+            why = str(error) if self._was_open else why_without(error, settings.on_damage)
+            if self.failure != why:
+                log.warning("the store cannot be used: %s", why)
+            self.failure = why
             return
         self.store, self._was_open, self.failure = store, True, ""
         self.when_store(store)

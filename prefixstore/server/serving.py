@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import LocationError, PrefixStoreError, ServerError, StorageError
+from prefixstore.errors import PrefixStoreError, ServerError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
@@ -26,7 +26,7 @@ from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.server_session import OnDamage, ServerSession, opened
+from prefixstore.server.server_session import OnDamage, ServerSession, opened, why_without
 from prefixstore.server.slot_store import ADVICE, SlotStore
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
@@ -90,10 +90,8 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         # an unreachable far location is not an error
         options = {"namespace": "server", **settings.store_options}
         opened(settings.location, settings.on_damage, lambda: PrefixStore(settings.location, **options).close())
-    except StorageError as error:
-        failure = str(error)
-        if settings.on_damage is OnDamage.FAIL:
-            raise LocationError(failure) from error
+    except Exception as error:  # noqa: BLE001 - a fault of the cache never keeps a server from answering
+        failure = why_without(error, settings.on_damage)
         settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failure}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
@@ -118,7 +116,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         upstream = Upstream(command.socket, timeout=settings.timeout)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
         session.failure = failure
-        child = Child(command, environ, upstream.is_healthy, session.ready, session.down)
+        child = Child(command, upstream.is_healthy, session.ready, session.down)
         session.when_lost = child.lost
         asyncio.run(_serve(settings, sockets, session, child, private, has_keys=command.has_keys))
 
@@ -168,10 +166,17 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
+        runner = web.ServerRunner(server_of(proxy), shutdown_timeout=GRACE_SECONDS)
+        await runner.setup()
+        for listener in sockets:
+            await web.SockSite(runner, listener).start()
+            settings.announce(f"listening on {address_of(listener)}")
+        # from here on, llama-server writes to the same terminal, and a line in several parts
         working = asyncio.create_task(child.run())
         working.add_done_callback(lambda _: stopped.set())
         try:
-            await _listen(proxy, sockets, settings.announce, stopped)
+            await stopped.wait()
+            await runner.cleanup()
         finally:
             await session.close()
             await child.stop()
@@ -188,19 +193,6 @@ def failure_of(work: asyncio.Task[None]) -> PrefixStoreError | None:
         return error
     log.error("llama-server cannot be watched any longer", exc_info=error)
     return ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}")
-
-
-async def _listen(
-    proxy: Proxy, sockets: list[socket.socket], announce: Callable[[str], None], stopped: asyncio.Event
-) -> None:
-    """Answer requests until that is stopped, and those that have come to their end."""
-    runner = web.ServerRunner(server_of(proxy), shutdown_timeout=GRACE_SECONDS)
-    await runner.setup()
-    for listener in sockets:
-        await web.SockSite(runner, listener).start()
-        announce(f"listening on {address_of(listener)}")
-    await stopped.wait()
-    await runner.cleanup()
 
 
 def _what_is_stored(session: ServerSession) -> str:

@@ -36,7 +36,7 @@ def test_the_names_of_processes_need_not_be_text():
 def test_a_child_that_dies_or_cannot_be_reached_is_started_again(is_killed: bool, docs_model: Path, tmp_path: Path):
     argv = [str(binary()), "-m", str(docs_model), "--no-warmup", "-t", "1", "-np", "1", "-c", "512"]
     (private := tmp_path / "private").mkdir(mode=0o700)
-    command = ServerCommand(argv, {}, private)
+    command = ServerCommand(argv, os.environ, private)
     started: list[int] = []
     n_down = 0
 
@@ -60,7 +60,7 @@ def test_a_child_that_dies_or_cannot_be_reached_is_started_again(is_killed: bool
             n_down += 1
 
         upstream = Upstream(command.socket, timeout=5)
-        child = Child(command, dict(os.environ), upstream.is_healthy, ready, down)
+        child = Child(command, upstream.is_healthy, ready, down)
         running = asyncio.create_task(child.run())
         await asyncio.wait((running, asyncio.ensure_future(two.wait())), return_when=asyncio.FIRST_COMPLETED)
         await child.stop()
@@ -92,7 +92,7 @@ class Program:
 
     def __init__(self, socket: Path, *argv: str) -> None:
         self.socket = socket
-        self._argv = [*argv]
+        self._argv, self.environ = [*argv], dict(os.environ)
 
     def argv(self) -> list[str]:
         return self._argv
@@ -110,7 +110,7 @@ async def nothing() -> None: ...
 
 def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path):
     async def scene() -> None:
-        child = Child(Program(tmp_path / "socket", "sleep", "1000"), dict(os.environ), healthy, nothing, lambda: None)
+        child = Child(Program(tmp_path / "socket", "sleep", "1000"), healthy, nothing, lambda: None)
         running = asyncio.create_task(child.run())
         await asyncio.sleep(0)
         assert child.process is None

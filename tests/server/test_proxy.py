@@ -34,6 +34,7 @@ KEY = "sk-tests-0123456789"
 def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alone: Running, tmp_path: Path):
     right, trace = own_answers(alone, prompt(1)), tmp_path / "trace"
     served = serve(environment={"PREFIXSTORE_TRACE": str(trace)})
+    assert served.text().startswith("prefixstore: listening on ")
     assert ": empty" in served.text()
     cold = served.complete(prompt(1))
     assert cold["content"] in right

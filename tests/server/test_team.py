@@ -217,32 +217,40 @@ def damage_own(tmp_path: Path) -> Path:
     return store
 
 
-def _answers_without_the_store(served: Served) -> None:
+def put_a_file(tmp_path: Path) -> Path:
+    """In place of a store, which is a directory."""
+    (tmp_path / "store").write_text("mine")
+    return tmp_path / "store"
+
+
+def _answers_without_the_store(served: Served, says: str) -> None:
     assert served.get("/prefixstore/health").status_code == 200
     answer = served.post("/completion", json={"prompt": prompt(1), "n_predict": 4})
     assert (answer.status_code, answer.headers["x-prefixstore"]) == (200, "restored=0; reason=store_failed")
     status = served.status()
-    assert (status["passed_through"], "is not an LMDB environment" in status["why"]) == ("store_failed", True)
+    assert (status["passed_through"], says in status["why"]) == ("store_failed", True)
     assert "prefixstore_location_up" not in served.get("/metrics").text
     assert served.counts(1, "prefixstore_requests_passed_total", reason="store_failed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--on-damage", "aside")])
+@pytest.mark.parametrize(("damaged", "says"), [(damage, "is not an LMDB environment"), (put_a_file, "is a file")])
 def test_a_damaged_store_costs_the_cache_and_what_is_no_store_is_never_moved_aside(
-    options: tuple[str, ...], serve: Serve, tmp_path: Path
+    damaged: Callable[[Path], Path], says: str, options: tuple[str, ...], serve: Serve, tmp_path: Path
 ):
-    store = damage(tmp_path)
-    before = (store / "data.mdb").read_bytes()
+    store = damaged(tmp_path)
+    file = store / "data.mdb" if store.is_dir() else store
+    before = file.read_bytes()
     served = serve(options=options)
     assert "THE STORE CANNOT BE USED" in served.text()
     assert "nothing is stored or restored: store_failed\n" in served.text()
     # once
-    assert served.text().count("is not an LMDB environment") == 1
-    _answers_without_the_store(served)
+    assert served.text().count(says) == 1
+    _answers_without_the_store(served, says)
     assert served.stop() == 0
-    assert [file.name for file in store.iterdir() if file.name != "lock.mdb"] == ["data.mdb"]
-    assert (store / "data.mdb").read_bytes() == before
+    assert {path.name for path in file.parent.iterdir()} <= {file.name, "lock.mdb", "served0.log"}
+    assert file.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -56,9 +56,11 @@ def prepare_directory(path: Path, *, read_only: bool) -> None:
         if not path.exists():
             raise refusals.missing(path, "an LMDB directory")
         if not path.is_dir():
-            raise LocationError(f"{path} is not a directory; an LMDB store is a directory of its own")
+            raise NotADirectoryError
     except (FileExistsError, NotADirectoryError):
-        raise LocationError(f"{path} is a file; an LMDB store is a directory of its own") from None
+        raise LocationError(
+            f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}"
+        ) from None
     except OSError as error:
         done = "read" if read_only else "created"
         raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
