@@ -96,7 +96,7 @@ class OwnEndpoints:
                 {
                     "id": slot.id,
                     "n_ctx": slot.n_ctx,
-                    "tokens": len(slot.tokens),
+                    "tokens": len(slot.tokens) + slot.n_answer,
                     "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
                     "in_use": slot.is_busy,
                     "to_be_erased": not slot.is_clean,

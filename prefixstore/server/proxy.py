@@ -316,7 +316,8 @@ class Proxy:
                 usage = RequestUsage(claim.n_reused, len(claim.tokens) - claim.n_reused)
         finally:
             said = report.usage() if report.status == HTTPStatus.OK else None
-            manager.release(claim, said, began=ask.taints or report.status in (None, HTTPStatus.OK))
+            began = ask.taints or report.status in (None, HTTPStatus.OK)
+            manager.release(claim, said, began=began, has_failed=report.has_failed)
             if said is not None:
                 self._session.computed(said)
                 usage = said.after(claim.n_ahead)

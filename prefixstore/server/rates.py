@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 
 WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
@@ -21,11 +22,13 @@ MAX_SLOWDOWN = 1.0
 # By how much less a restore is believed to take each time that one is left out because it is slower than computing: the
 # last one may have been slow by chance, and nothing is learned of those that are left out.
 HOPE = 0.98
+# of an error, which a stream that has begun may have in place of its end
+ERROR_CODE = b'error":{"code'
 # What an answer may say of its prompt: at its end, and that of /v1/messages at the beginning of a stream. Quotes inside
 # of a JSON text are escaped, so that this matches fields of the server and nothing that a model says.
 FIELD = re.compile(
-    rb'"((?:cache|prompt|predicted)_n|prompt_ms|(?:cache_read_input|input|output|prompt|cached|completion)_tokens)"'
-    rb"\s*:\s*([0-9.eE+-]+)(?=[,}\s])"
+    rb'"((?:cache|prompt|predicted)_n|prompt_ms|(?:cache_read_input|input|output|prompt|cached|completion)_tokens|'
+    rb"%s)\"\s*:\s*([0-9.eE+-]+)(?=[,}\s])" % re.escape(ERROR_CODE)
 )
 LONGEST_FIELD = 80
 # a client may have numbers repeated that no count is
@@ -142,6 +145,11 @@ class Report:
                 if 0 <= value <= LARGEST:
                     self._fields[name] = value
         self._rest = text[-LONGEST_FIELD:]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the server has failed to compute it: what its slot holds after that is not known."""
+        return ERROR_CODE in self._fields or (self.status or 0) >= HTTPStatus.INTERNAL_SERVER_ERROR
 
     def usage(self) -> RequestUsage | None:
         """What the server reports; None if it reports nothing, as before the end of most streams."""

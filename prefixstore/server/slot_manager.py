@@ -275,9 +275,7 @@ class SlotManager:
         claim.restored_seconds = time.perf_counter() - began
         if done is None:
             claim.reason = "error"
-            # it may hold anything now; its owner stays until it was emptied for certain
-            slot.filled(NO_TOKENS, slot.owner)
-            slot.doubt()
+            slot.lost()
             return await self._empty(slot)
         if done.n_tokens == 0:
             claim.reason = done.reason or "not_found"
@@ -326,14 +324,16 @@ class SlotManager:
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
-    def release(self, claim: Claim, usage: RequestUsage | None, *, began: bool) -> None:
+    def release(self, claim: Claim, usage: RequestUsage | None, *, began: bool, has_failed: bool = False) -> None:
         """Give the slot of a request back.
 
         `usage` is what the answer says about the work, None if it did not come to its end. `began` is whether the
-        server has begun to answer, so that the slot holds the prompt.
+        server has begun to answer, so that the slot holds the prompt, unless it `has_failed` to compute it.
         """
         slot = claim.slot
-        if began:
+        if has_failed:
+            slot.lost()
+        elif began:
             n_new = WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
             # the last token is computed with the next one
             n_answer = WORTH_A_SAVE if usage is None else max(usage.generated_tokens - 1, 0)

@@ -114,7 +114,13 @@ class PoolSlot:
         """Note that it holds these tokens of its owner, and how many of them, with those of the answer, are new."""
         if not self.n_unsaved:
             self.unsaved_since = time.monotonic()
-        self.tokens, self.n_answer, self.n_unsaved = tokens, n_answer, self.n_unsaved + n_new
+        self.tokens, self.n_answer = tokens, n_answer
+        self.n_unsaved = min(self.n_unsaved + n_new, len(tokens) + n_answer)
+
+    def lost(self) -> None:
+        """Note that it may hold anything. Its owner stays until it was emptied for certain."""
+        self.filled(NO_TOKENS, self.owner)
+        self.doubt()
 
     def not_saved(self) -> None:
         """Note that a save of it has failed: it is tried again after a while, and at the end."""

@@ -171,14 +171,18 @@ STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4
         # the end of one that is cut may be half a number
         ([{"cached_tokens": 3}, '"prompt_tokens":1'], None),
         ([{"cached_tokens": 3, "prompt_tokens": 1e99}], None),
+        # a stream that has begun has it in place of its end
+        ([{"content": '"error":{"code":500}'}, {"error": {"code": 500, "message": "no room"}}], None),
     ],
 )
 def test_what_the_server_says_of_a_prompt_is_found_wherever_it_stands(parts: list[Any], usage: RequestUsage | None):
-    said = "".join(part if isinstance(part, str) else f"{json.dumps(part)}\n\n" for part in parts).encode()
+    texts = (part if isinstance(part, str) else f"{json.dumps(part, separators=(',', ':'))}\n\n" for part in parts)
+    said = "".join(texts).encode()
     report = Report()
     for i in range(0, len(said), 7):
         report.feed(said[i : i + 7])
     assert report.usage() == usage
+    assert report.has_failed == ("error" in parts[-1])
 
 
 # -- slots ------------------------------------------------------------------------------------------------------------
@@ -427,6 +431,22 @@ def test_a_slot_can_be_had_while_its_copy_would_wait_for_those_of_others():
     with_slots(3, scene, store, rates=Rates(token_seconds=1.0))
 
 
+def test_a_slot_is_not_believed_to_hold_a_prompt_that_the_server_has_failed_to_compute_nor_more_new_tokens_than_all():
+    erase = Erase()
+
+    async def scene(manager: SlotManager) -> None:
+        slot = manager.pool.slots[0]
+        for n in (60, 50):
+            manager.release(await manager.acquire(P60[:n], None), RequestUsage(0, n, 10), began=True)
+            assert slot.n_unsaved == slot.n_held == n + 9
+        manager.release(await manager.acquire(P60, None), None, began=True, has_failed=True)
+        assert (slot.n_held, slot.is_dirty, erase.asked) == (0, False, [])
+        claim = await manager.acquire(P60, None)
+        assert (claim.n_reused, claim.must_compute, erase.asked) == (0, False, [0])
+
+    with_slots(1, scene, Store(), erase)
+
+
 def test_a_save_that_fails_is_tried_again_after_a_while_and_at_the_end():
     pool = SlotPool([(0, 1000)])
     slot, pool.has_store = pool.slots[0], True
@@ -629,11 +649,12 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     argv = command.argv()
     assert argv[-2:] == ["--cache-ram", "0"]
     assert argv[argv.index("--host") + 1] == str(tmp_path / "server.sock")
-    assert "--api-key-file" not in argv
-    command = ServerCommand(["llama-server", "-m", "x", "--api-key", "theirs"], {}, tmp_path)
-    assert command.key not in command.argv()
-    assert (tmp_path / "api-key").stat().st_mode & 0o077 == 0
-    assert ServerCommand(["llama-server", "--api_key", "K"], {}, tmp_path).has_keys
+    assert "LLAMA_API_KEY" not in command.environ
+    # llama-server warns of two options for keys: one would be ignored, it says
+    given = ["llama-server", "--api_key", "theirs", "--api-key-file", "file"]
+    command = ServerCommand(given, {"LLAMA_API_KEY": "one,other"}, tmp_path)
+    assert command.environ["LLAMA_API_KEY"] == f"theirs,one,other,{command.key}"
+    assert command.argv()[:4] == ["llama-server", "--api-key-file", "file", "--host"]
 
 
 def test_no_connection_to_the_server_is_used_twice(tmp_path: Path):
