@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import operator
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -165,10 +167,8 @@ class LlamaServer:
     def slots(self) -> tuple[Slot, ...]:
         """All slots. Raises `ServerError`; `ServerRefusedError` if it was started with ``--no-slots``."""
         answer = self._ask("GET", "/slots")
-        try:
+        with _understood(f"{self.url}/slots"):
             slots = tuple(self._slot(one) for one in answer)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # 1e999 is infinity
-            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
         self.is_drafting = any(slot.is_drafting for slot in slots)
         return slots
 
@@ -224,18 +224,17 @@ class LlamaServer:
     def apply_template(self, messages: Any, tools: Any = None) -> str:
         """The prompt of a conversation, in the template of the model. Raises `ServerError`."""
         answer = self._ask("POST", "/apply-template", {"messages": messages} | ({"tools": tools} if tools else {}))
-        prompt = answer.get("prompt") if isinstance(answer, dict) else None
-        if not isinstance(prompt, str):
-            raise ServerTooOldError(f"{self.url}/apply-template has answered in a form that is not known")
-        return prompt
+        with _understood(f"{self.url}/apply-template"):
+            prompt = answer["prompt"]
+            if not isinstance(prompt, str):
+                raise TypeError(prompt)
+            return prompt
 
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a prompt, as the server's completions have them. Raises `ServerError`."""
         answer = self._ask("POST", "/tokenize", {"content": text, "add_special": True, "parse_special": True})
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise ServerTooOldError(f"{self.url}/tokenize has answered in a form that is not known")
-        return tokens
+        with _understood(f"{self.url}/tokenize"):
+            return [operator.index(token) for token in answer["tokens"]]
 
     def tokens_of_content(self, content: str | Mapping[str, Any]) -> list[int]:
         """The tokens of a text, or of a request with ``"messages"`` and perhaps ``"tools"``. Raises `ServerError`."""
@@ -253,11 +252,10 @@ class LlamaServer:
         body = {} if filename is None else {"filename": filename}
         try:
             answer = self._ask("POST", f"/slots/{slot}?action={action}", body)
-            return SlotAction(int(answer[n_tokens]), int(answer[n_bytes]) if n_bytes else 0)
         except ServerBusyError as error:
             raise ServerBusyError(f"slot {slot} was not {action}d: {error}") from error.__cause__
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
+        with _understood(f"{self.url}/slots"):
+            return SlotAction(int(answer[n_tokens]), int(answer[n_bytes]) if n_bytes else 0)
 
     def _slot(self, answer: Any) -> Slot:
         n_tokens = answer.get("n_prompt_tokens")
@@ -305,6 +303,15 @@ class LlamaServer:
         return answer
 
 
+@contextmanager
+def _understood(url: str) -> Iterator[None]:
+    """Raise `ServerTooOldError` if an answer has another form than the block expects."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # 1e999 is infinity
+        raise ServerTooOldError(f"{url} has answered in a form that is not known: is it a llama-server?") from None
+
+
 def _parts_of(url: object) -> SplitResult | None:
     """A URL, taken apart; None if it is none, or has a port or characters that none can have."""
     if not isinstance(url, str):
@@ -343,7 +350,7 @@ def _refused(url: str, code: int, answer: Any) -> ServerError:
 
 def props_of(answer: Any) -> Props:
     """The properties in the answer of ``/props``. Raises `ServerError`."""
-    try:
+    with _understood("/props"):
         if answer.get("role") == "router":
             raise ServerRefusedError("this llama-server is a router, without slots: start it with a model (-m FILE)")
         return Props(
@@ -354,5 +361,3 @@ def props_of(answer: Any) -> Props:
             bool(answer.get("is_sleeping", False)),
             answer,
         )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise ServerTooOldError("/props has answered in an unknown format: is it a llama-server?") from None

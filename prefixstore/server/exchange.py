@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from aiohttp import ClientConnectionResetError, web
 
-from prefixstore.server.refused import RefusedError, error_kind
+from prefixstore.server.refused import KINDS, OTHER_KIND, RefusedError
 from prefixstore.server.upstream import Headers
 
 log = logging.getLogger("prefixstore.server")
@@ -174,7 +174,7 @@ class Exchange:
             log.warning("an answer is cut short: %s", message)
             self.cut()
             return
-        error = {"error": {"code": status, "message": message, "type": error_kind(status)}}
+        error = {"error": {"code": status, "message": message, "type": KINDS.get(status, OTHER_KIND)}}
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED:
             headers["retry_after"] = RETRY_SECONDS
         # a page of another origin may read it, as it may read llama-server's errors

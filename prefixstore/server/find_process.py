@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import struct
@@ -68,7 +69,11 @@ def _read(name: str) -> str:
 
 
 def _process_with(sockets: set[str]) -> int | None:
-    found = {pid for pid in _processes() if _has_open(pid, sockets)} if sockets else set()
+    found: set[int] = set()
+    for entry in glob.iglob(f"{PROC}/[0-9]*/fd/*") if sockets else ():  # noqa: PTH207 - a process may end meanwhile
+        with suppress(OSError):
+            if os.readlink(entry) in sockets:  # noqa: PTH115 - as above
+                found.add(int(entry.split("/")[2]))
     return found.pop() if len(found) == 1 else None
 
 
@@ -92,19 +97,3 @@ def start_ticks(pid: int) -> int | None:
     # state, parent, group, session, ..., after the name, which may have blanks, brackets, and bytes that are no text
     fields = _read(f"{pid}/stat").rpartition(")")[2].split()
     return None if not fields or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def _processes() -> list[int]:
-    try:
-        return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdecimal()]
-    except OSError:
-        return []
-
-
-def _has_open(pid: int, names: set[str]) -> bool:
-    with suppress(OSError):
-        for entry in (PROC / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                if str(entry.readlink()) in names:
-                    return True
-    return False

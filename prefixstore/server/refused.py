@@ -11,6 +11,7 @@ KINDS = {
     503: "unavailable_error",
     504: "unavailable_error",
 }
+OTHER_KIND = "invalid_request_error"
 
 
 class RefusedError(Exception):
@@ -19,8 +20,3 @@ class RefusedError(Exception):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-
-
-def error_kind(status: int) -> str:
-    """The kind of an error with this status."""
-    return KINDS.get(status, "invalid_request_error")

@@ -25,13 +25,13 @@ from prefixstore.errors import (
 )
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations, locations_of
-from prefixstore.server.client import LlamaServer, Props, props_of
+from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.identity import ServerIdentity
 from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slot_store import SlotStore
-from prefixstore.server.upstream import SERVER_URL, Headers, Upstream, UpstreamError
+from prefixstore.server.upstream import SERVER_URL, Headers, Upstream
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -199,7 +199,7 @@ class ServerSession:
     async def _meet(self) -> None:
         """Learn which slots the server has."""
         settings, before = self._settings, self.manager
-        await self._ask_props()
+        await self._is_asleep()
         slots = [(slot.id, slot.n_ctx) for slot in await asyncio.to_thread(self.server.slots)]
         if self.server.is_drafting and settings.separated:
             raise ServerError(
@@ -258,17 +258,11 @@ class ServerSession:
         except PrefixStoreError as error:
             log.warning("the store cannot be used: %s", error)
 
-    async def _ask_props(self) -> Props | None:
-        """What the server says about itself; None if it refuses to, as while it loads a model.
-
-        Raises `UpstreamError`, `ServerError`, or `ValueError`.
-        """
-        reply = await self.upstream.ask("/props", self.credentials)
-        if not reply.is_ok:
-            return None
-        props = props_of(reply.json())
+    async def _is_asleep(self) -> bool:
+        """Ask the server about itself; whether it has unloaded its model, so that its slots are empty."""
+        props = await asyncio.to_thread(self.server.props)
         self.marker = props.raw.get("media_marker")
-        return props
+        return props.is_sleeping
 
     async def kinds(self) -> Callable[[int], TokenKind]:
         """What each token of the model does in a prompt; all are text if its file cannot be read."""
@@ -307,9 +301,8 @@ class ServerSession:
         is_at_work = self.manager is not None and self.manager.pool.n_busy > 0
         if not is_at_work and now >= self._last_look + LOOK_SECONDS:
             self._last_look = now
-            with suppress(UpstreamError, ServerError, ValueError):
-                props = await self._ask_props()
-                if props is not None and props.is_sleeping and self.manager is not None:
+            with suppress(ServerError):
+                if await self._is_asleep() and self.manager is not None:
                     self.manager.forget()
         is_missing = self.store is None and self.is_ready and (self._reopening is None or self._reopening.done())
         if is_missing and now >= self._last_opened + REOPEN_SECONDS:

@@ -34,7 +34,7 @@ from prefixstore.server.prompts import (
 from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.refused import RefusedError
 from prefixstore.server.server_session import OnDamage, ServerSession, opened
-from prefixstore.server.serving import ServeSettings, failure_of
+from prefixstore.server.serving import ServeSettings
 from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Plan, PoolSlot, Rows, SlotPool
@@ -727,18 +727,6 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     assert was_in_time == [True]
 
 
-def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
-    async def watch() -> None:
-        raise AttributeError("an answer in another form")
-
-    async def scene() -> Exception | None:
-        watching = asyncio.create_task(watch())
-        await asyncio.wait({watching})
-        return failure_of(watching)
-
-    assert "AttributeError" in str(asyncio.run(scene()))
-
-
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
     opened, told = list[float](), list[bool]()
 
@@ -748,8 +736,8 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
             opened.append(self._last_opened)
             self.store = Store() if len(opened) == 2 else None  # type: ignore[assignment]
 
-        async def _ask_props(self) -> None:
-            """It says nothing about itself."""
+        async def _is_asleep(self) -> bool:
+            return False
 
     async def scene() -> None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
