@@ -32,13 +32,7 @@ from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Rows
 from prefixstore.server.tenants import Admission, within
-from prefixstore.server.upstream import (
-    Headers,
-    UpstreamError,
-    UpstreamLostError,
-    UpstreamTimeoutError,
-    end_to_end,
-)
+from prefixstore.server.upstream import Headers, UpstreamError, end_to_end
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -92,15 +86,11 @@ class Proxy:
             # of the client: its task is just being cancelled
             exchange.cut()
         except RefusedError as error:
+            if isinstance(error, UpstreamError):
+                self._session.lost()
             exchange.refuse(error.status, str(error))
         except web.RequestPayloadError:
             exchange.refuse(400, "the request is not valid in HTTP")
-        except UpstreamTimeoutError:
-            exchange.refuse(504, "the server has not answered in time")
-        except UpstreamError as error:
-            if isinstance(error, UpstreamLostError):
-                self._session.lost()
-            exchange.refuse(503, "the server does not answer; it may be restarting")
         except Exception:
             log.exception("a request is not answered")
             exchange.refuse(500, "the proxy has failed; its log says why")

@@ -287,7 +287,7 @@ class ServerSession:
                 log.warning("not all pages were stored: %s", error)
 
     def lost(self) -> None:
-        """A connection has failed: the server may have ended, or have closed it, as with requests that it refuses."""
+        """A request was not answered: the server may have ended, or closed the connection, as if it refuses one."""
         self._last_look = 0.0
         if self.is_ready:
             self.when_lost()

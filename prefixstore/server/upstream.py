@@ -45,16 +45,18 @@ ASK_SECONDS: Final = 5.0
 LONGEST_LINE: Final = 1 << 16
 
 
-class UpstreamError(Exception):
-    """The server did not respond, or not completely."""
+class UpstreamError(RefusedError):
+    """The server did not respond, or not completely: the connection broke, or what came was not HTTP."""
+
+    def __init__(self, message: str = "the server does not answer; it may be restarting", status: int = 503) -> None:
+        super().__init__(message, status)
 
 
 class UpstreamTimeoutError(UpstreamError):
     """The server was silent for too long."""
 
-
-class UpstreamLostError(UpstreamError):
-    """There is no connection to the server, or it broke, or the response was not HTTP."""
+    def __init__(self) -> None:
+        super().__init__("the server has not answered in time", 504)
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,9 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except asyncio.TimeoutError as error:
-        raise UpstreamTimeoutError(str(error)) from error
+        raise UpstreamTimeoutError from error
     except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamLostError(f"{type(error).__name__}: {error}") from error
+        raise UpstreamError from error
     except ValueError as error:
         # a target, a method or a header that cannot be sent
         raise RefusedError("the request is not valid in HTTP") from error
