@@ -19,7 +19,7 @@ from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
-from prefixstore.server.upstream import Headers
+from prefixstore.server.upstream import Headers, chunks_of
 
 Ping = Callable[[Headers], Awaitable[None]]
 
@@ -107,15 +107,11 @@ async def _compute(session: ServerSession, claim: Claim, end: int, headers: Head
     body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
     headers = {"content-type": "application/json", **headers}
     report = Report()
-    answer = await session.upstream.send("POST", b"/completion", headers, body)
-    try:
-        async for chunk in answer.chunks():
+    async with session.upstream.send("POST", b"/completion", headers, body) as answer:
+        async for chunk in chunks_of(answer):
             report.feed(chunk)
             if chunk.startswith(b":"):
                 await ping(answer.headers)
-    finally:
-        # a client that goes away must reach the server as a closed connection
-        answer.close()
     return report.usage() if answer.status == HTTPStatus.OK else None
 
 

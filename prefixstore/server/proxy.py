@@ -32,7 +32,7 @@ from prefixstore.server.server_session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Rows
 from prefixstore.server.tenants import Admission, within
-from prefixstore.server.upstream import Headers, UpstreamError, end_to_end
+from prefixstore.server.upstream import Headers, UpstreamError, chunks_of, end_to_end
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -169,8 +169,7 @@ class Proxy:
             # who names the conversation of another would end it
             without = (*without, "x-conversation-id")
         headers = end_to_end(exchange.headers, without)
-        answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
-        try:
+        async with self._upstream.send(exchange.method, exchange.target, headers, content) as answer:
             report.status = answer.status
             before = after = b""
             if not exchange.has_begun:
@@ -180,14 +179,11 @@ class Proxy:
                 before, after = b"event: error\ndata: " if exchange.path in MESSAGES else b"data: ", PING[1:]
             if before:
                 await exchange.write(before)
-            async for chunk in answer.chunks():
+            async for chunk in chunks_of(answer):
                 report.feed(chunk)
                 await exchange.write(chunk)
             if after:
                 await exchange.write(after)
-        finally:
-            # a cancelled request must reach the server as a closed connection
-            answer.close()
         return answer.status
 
     # -- completions ---------------------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ class StoredSequences:
 
     def __init__(self, store: PrefixStore, states: ModelStates | None, protocol: Any) -> None:
         self._store, self._states, self._protocol = store, states, protocol
-        self._rate, self._buffers = ComputeRate(store.parameters.max_delay), BufferPool(limit=None)
+        rate, form = ComputeRate(store.parameters.max_delay), Form() if states is None else states.form
+        self._restore = Restore(store.engine, form, rate, BufferPool(limit=None))
         # a prompt that waits for its turn is looked up again and again, and is counted once
         self._asked: list[int] | None = None
 
@@ -182,17 +183,14 @@ class StoredSequences:
             if len(text) < max(store.min_tokens, 1) or not is_usable:
                 return
             data = np.ascontiguousarray(state_bytes, np.uint8).data
-            capture = _SequenceCapture(store, states, self._restore(states))
+            capture = _SequenceCapture(store, states, self._restore)
             reason = capture.store(text, self._parsed(states, data), memory_of(data)).reason
             if reason is not None:
                 engine.counters.count(f"dropped:{reason}")
         engine.counters.time("capture", time.perf_counter() - started)
 
-    def _restore(self, states: ModelStates) -> Restore:
-        return Restore(self._store.engine, states.form, self._rate, self._buffers)
-
     def _find(self, states: ModelStates, tokens: Tokens) -> Found:
-        return self._restore(states).find(states.place, tokens, len(tokens))
+        return self._restore.find(states.place, tokens, len(tokens))
 
     def _joined(self, states: ModelStates, tokens: Tokens, found: Found) -> npt.NDArray[np.uint8] | None:
         """The state of what was found; None if something of it is missing."""
@@ -200,7 +198,7 @@ class StoredSequences:
         def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
             return Assembly(shape, positions, recurrent=recurrent, streams=states.streams)
 
-        with self._restore(states).joined(tokens, found, frame) as joined:
+        with self._restore.joined(tokens, found, frame) as joined:
             if joined.data is None or joined.n_good < len(tokens):
                 return None
             state: npt.NDArray[np.uint8] = np.frombuffer(joined.data, np.uint8).copy()

@@ -257,16 +257,19 @@ class SlotManager:
 
     async def _make_room(self, claim: Claim) -> None:
         """Empty idle slots that a prompt has no room beside: the server would do that itself, and not say so."""
-        while (slot := self.pool.in_the_way(claim)) is not None:
-            slot.is_busy = True
-            try:
-                await _saved(slot)
-                if self.pool.would_save(slot):
-                    await self._save(slot)
-                if not await self._empty(slot):
-                    return
-            finally:
-                self._free(slot)
+        while (slot := self.pool.in_the_way(claim)) is not None and await self._clear(slot):
+            pass
+
+    async def _clear(self, slot: PoolSlot) -> bool:
+        """Empty an idle slot, and save it before if that is worth it; whether it was emptied."""
+        slot.is_busy = True
+        try:
+            await _saved(slot)
+            if self.pool.would_save(slot):
+                await self._save(slot)
+            return await _to_its_end(self._empty(slot))
+        finally:
+            self._free(slot)
 
     async def _restore(self, claim: Claim) -> bool:
         """Fill a slot for a request; whether what it holds after that may be used."""
@@ -297,11 +300,7 @@ class SlotManager:
         """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
         for slot in self.pool.idle():
             if not slot.is_clean and not slot.is_busy:
-                slot.is_busy = True
-                try:
-                    await _to_its_end(self._empty(slot))
-                finally:
-                    self._free(slot)
+                await self._clear(slot)
 
     # -- in the middle of a prompt -------------------------------------------------------------------------------------
 

@@ -77,25 +77,6 @@ class Reply:
         return json.loads(self.content)
 
 
-class UpstreamResponse:
-    """A response of which only the head has been read; it must be closed."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.headers: Headers = response.headers
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises `UpstreamError` if it breaks off."""
-        with _translated():
-            async for chunk in self._response.content.iter_any():
-                yield chunk
-
-    def close(self) -> None:
-        """Read no more: the server sees a closed connection."""
-        self._response.close()
-
-
 class Upstream:
     """Passes requests on, unbuffered, and asks the server itself. Nothing in a request leads to another server.
 
@@ -134,12 +115,14 @@ class Upstream:
         """The headers by which the server authenticates a client."""
         return {name: headers[name] for name in CREDENTIALS if name in headers}
 
+    @contextlib.asynccontextmanager
     async def send(
         self, method: str, target: bytes, headers: Headers, content: bytes | None, *, timeout: float | None = None
-    ) -> UpstreamResponse:
-        """Send a request; the response is not read yet, and must be closed.
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request; of the response only the head has been read. After the block its connection is closed.
 
-        With a `timeout`, all of the answer must have come after so many seconds.
+        So the server sees that a client has gone away: its task is cancelled, and leaves the block. With a `timeout`,
+        all of the answer must have come after so many seconds.
 
         Raises
         ------
@@ -155,9 +138,13 @@ class Upstream:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS, sock_read=silent)
         with _translated():
             url = URL(SERVER_URL + target.decode("ascii"), encoded=True)
-            return UpstreamResponse(
-                await self._session.request(method, url, headers=kept, data=data, allow_redirects=False, timeout=limit)
+            response = await self._session.request(
+                method, url, headers=kept, data=data, allow_redirects=False, timeout=limit
             )
+        try:
+            yield response
+        finally:
+            response.close()
 
     async def ask(
         self,
@@ -177,11 +164,8 @@ class Upstream:
         method, kept = "GET" if content is None else "POST", dict(headers or {})
         if content is not None:
             kept["content-type"] = "application/json"
-        answer = await self.send(method, path.encode(), kept, content, timeout=timeout)
-        try:
-            text = b"".join([chunk async for chunk in answer.chunks()])
-        finally:
-            answer.close()
+        async with self.send(method, path.encode(), kept, content, timeout=timeout) as answer:
+            text = b"".join([chunk async for chunk in chunks_of(answer)])
         return Reply(answer.status, answer.headers.get("content-type", ""), text)
 
     async def is_healthy(self) -> bool:
@@ -189,6 +173,13 @@ class Upstream:
         with contextlib.suppress(UpstreamError):
             return (await self.ask("/health")).is_ok
         return False
+
+
+async def chunks_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body of a response as it comes. Raises `UpstreamError` if it breaks off."""
+    with _translated():
+        async for chunk in response.content.iter_any():
+            yield chunk
 
 
 def end_to_end(headers: Headers, without: Sequence[str] = ()) -> CIMultiDict[str]:

@@ -674,9 +674,8 @@ def test_no_connection_to_the_server_is_used_twice(tmp_path: Path):
         async with await asyncio.start_unix_server(answer, tmp_path / "socket"):
             upstream = Upstream(tmp_path / "socket", timeout=60)
             for _ in range(3):
-                response = await upstream.send("GET", b"/v1/models", {}, None)
-                assert [chunk async for chunk in response.chunks()] == [b"ok"]
-                response.close()
+                async with upstream.send("GET", b"/v1/models", {}, None) as response:
+                    assert await response.read() == b"ok"
             await upstream.close()
             await asyncio.gather(*(task for task in served if task is not None))
 
