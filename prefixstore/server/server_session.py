@@ -23,6 +23,7 @@ from prefixstore.errors import (
     ServerRefusedError,
     StorageError,
 )
+from prefixstore.metrics import StoreMetrics, new_registry
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations, locations_of
 from prefixstore.server.client import LlamaServer, Props
@@ -123,8 +124,8 @@ class ServerSession:
 
     Attributes
     ----------
-    when_store
-        Called with the store when it was opened, and with None when it is closed to be opened again.
+    registry
+        Where metrics are registered; it has those of the store that is open.
     when_ready
         Called each time `ready` has ended, and when a store was opened later.
     when_lost
@@ -151,7 +152,8 @@ class ServerSession:
         self.is_ready = False
         self._reopening: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self.when_store: Callable[[SlotStore | None], None] = lambda _: None
+        self.registry = new_registry()
+        self._metrics = StoreMetrics(self.registry)
         self.when_ready: Callable[[], None] = lambda: None
         self.when_lost: Callable[[], None] = lambda: None
         self._was_open = False
@@ -238,7 +240,7 @@ class ServerSession:
             self.failure = why
             return
         self.store, self._was_open, self.failure = store, True, ""
-        self.when_store(store)
+        self._metrics.add(store.engine)
         self._use(store)
 
     def _use(self, store: SlotStore) -> None:
@@ -277,7 +279,7 @@ class ServerSession:
     async def _close_store(self) -> None:
         """Close the store: it is opened again for the server that answers next, if there is one."""
         store, self.store = self.store, None
-        self.when_store(None)
+        self._metrics.remove()
         if self.manager is not None:
             self.manager.use(None)
         if store is not None:

@@ -10,13 +10,14 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
 from prefixstore.errors import ServerError
-from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
+from prefixstore.metrics import RequestMetrics, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
 from prefixstore.server.client import Props
@@ -27,7 +28,7 @@ from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.proxy import Proxy
 from prefixstore.server.server_session import OnDamage, ServerSession, opened, why_without
-from prefixstore.server.slot_store import ADVICE, SlotStore
+from prefixstore.server.slot_store import ADVICE
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.store import PrefixStore
@@ -132,26 +133,16 @@ async def _serve(
 ) -> None:
     """Serve while the child is kept running. The `private` directory is removed if somebody does not want to wait."""
     stopped = asyncio.Event()
-    registry = new_registry()
-    stores = StoreMetrics(registry)
     admission = Admission(session.upstream, has_keys=has_keys)
-
-    def use(store: SlotStore | None) -> None:
-        """Have the metrics tell of this store, or of none."""
-        if store is None:
-            stores.remove()
-        else:
-            stores.add(store.engine)
 
     def ready() -> None:
         admission.forget()
         settings.announce(_what_is_stored(session))
 
-    session.when_store, session.when_ready = use, ready
-    own = OwnEndpoints(
-        session, admission, lambda: render(registry), admin_key=settings.admin_key, separated=settings.separated
-    )
-    proxy = Proxy(session, own, admission, RequestMetrics(registry), settings)
+    session.when_ready = ready
+    metrics = partial(render, session.registry)
+    own = OwnEndpoints(session, admission, metrics, admin_key=settings.admin_key, separated=settings.separated)
+    proxy = Proxy(session, own, admission, RequestMetrics(session.registry), settings)
 
     def signalled(number: int) -> None:
         if not stopped.is_set():
