@@ -7,7 +7,7 @@ import hmac
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import ClosedError
 from prefixstore.server.exchange import Exchange
@@ -17,6 +17,9 @@ from prefixstore.server.slot_store import SlotStore
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 
+if TYPE_CHECKING:
+    from prefixstore.server.serving import ServeSettings
+
 HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
 JSON = "application/json; charset=utf-8"
 
@@ -24,8 +27,8 @@ JSON = "application/json; charset=utf-8"
 class OwnEndpoints:
     """The endpoints that the proxy answers itself.
 
-    All need what the server asks of its clients, but ``/prefixstore/health``. With `admin_key`, that is needed instead.
-    Without one they are off if tenants are `separated`, since they show data of all of them.
+    All need what the server asks of its clients, but ``/prefixstore/health``. With the administrator's key, that is
+    needed instead. Without one they are off if tenants are separated, since they show data of all of them.
     """
 
     paths = frozenset({HEALTH, STATUS, METRICS})
@@ -35,12 +38,10 @@ class OwnEndpoints:
         session: ServerSession,
         admission: Admission,
         render: Callable[[], tuple[bytes, str]],
-        *,
-        admin_key: str | None = None,
-        separated: bool = False,
+        settings: ServeSettings,
     ) -> None:
         self._session, self._admission, self._render = session, admission, render
-        self._admin_key, self._separated = admin_key, separated
+        self._settings = settings
 
     async def answer(self, exchange: Exchange) -> None:
         """Answer a request to one of `paths`."""
@@ -59,11 +60,11 @@ class OwnEndpoints:
 
     async def _check_key(self, exchange: Exchange) -> None:
         """Raise `RefusedError` if the client may not read what is not public."""
-        if self._admin_key is not None:
+        if (key := self._settings.admin_key) is not None:
             given = api_key_of(exchange.headers).encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, self._admin_key.encode()):
+            if not hmac.compare_digest(given, key.encode()):
                 raise RefusedError("this endpoint needs the key of --admin-key", 401)
-        elif self._separated:
+        elif self._settings.separated:
             raise RefusedError("tenants are separated, and this endpoint shows all of them: set --admin-key", 403)
         # clients that the server lets in may read these
         elif (reply := await self._admission.refusal(exchange.headers)) is not None:

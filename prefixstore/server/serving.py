@@ -140,8 +140,7 @@ async def _serve(
         settings.announce(_what_is_stored(session))
 
     session.when_ready = ready
-    metrics = partial(render, session.registry)
-    own = OwnEndpoints(session, admission, metrics, admin_key=settings.admin_key, separated=settings.separated)
+    own = OwnEndpoints(session, admission, partial(render, session.registry), settings)
     proxy = Proxy(session, own, admission, RequestMetrics(session.registry), settings)
 
     def signalled(number: int) -> None:

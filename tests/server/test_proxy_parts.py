@@ -709,7 +709,8 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
 
     async def scene() -> None:
-        own = OwnEndpoints(session, Admission(Upstream(Path("/nowhere"), timeout=60), has_keys=False), ask)
+        admission = Admission(Upstream(Path("/nowhere"), timeout=60), has_keys=False)
+        own = OwnEndpoints(session, admission, ask, ServeSettings(location="memory:"))
         exchange = Exchange(make_mocked_request("GET", path), 0, BodyBudget(0))
         asked = asyncio.ensure_future(own.answer(exchange))
         await asyncio.sleep(0)
