@@ -22,13 +22,12 @@ MAX_SLOWDOWN = 1.0
 # By how much less a restore is believed to take each time that one is left out because it is slower than computing: the
 # last one may have been slow by chance, and nothing is learned of those that are left out.
 HOPE = 0.98
-# of an error, which a stream that has begun may have in place of its end
-ERROR_CODE = b'error":{"code'
 # What an answer may say of its prompt: at its end, and that of /v1/messages at the beginning of a stream. Quotes inside
-# of a JSON text are escaped, so that this matches fields of the server and nothing that a model says.
+# of a JSON text are escaped, so that this matches fields of the server and nothing that a model says. An object that
+# begins with a code is an error, which a stream that has begun may have in place of its end.
 FIELD = re.compile(
     rb'"((?:cache|prompt|predicted)_n|prompt_ms|(?:cache_read_input|input|output|prompt|cached|completion)_tokens|'
-    rb"%s)\"\s*:\s*([0-9.eE+-]+)(?=[,}\s])" % re.escape(ERROR_CODE)
+    rb'(?<=\{")code)"\s*:\s*([0-9.eE+-]+)(?=[,}\s])'
 )
 LONGEST_FIELD = 80
 # a client may have numbers repeated that no count is
@@ -149,7 +148,7 @@ class Report:
     @property
     def has_failed(self) -> bool:
         """Whether the server has failed to compute it: what its slot holds after that is not known."""
-        return ERROR_CODE in self._fields or (self.status or 0) >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return max(self._fields.get(b"code", 0), self.status or 0) >= HTTPStatus.INTERNAL_SERVER_ERROR
 
     def usage(self) -> RequestUsage | None:
         """What the server reports; None if it reports nothing, as before the end of most streams."""
