@@ -35,7 +35,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace, model_digits
-from prefixstore.models.file import CACHE_TYPES, is_gguf, setting_text
+from prefixstore.models.file import CACHE_TYPES, is_gguf, setting_name, setting_text
 from prefixstore.opening import locations_of
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -321,7 +321,7 @@ def explain_settings(namespace: Namespace, stored: Iterable[Namespace], names: M
         or if the store has none.
     """
     return [
-        f"{name} is {_shown(name, here, names)} here, {_shown(name, there, names)} in the store"
+        f"{setting_name(name)} is {_shown(name, here, names)} here, {_shown(name, there, names)} in the store"
         for name, (here, there) in namespace.nearest_differences(stored).items()
     ]
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from prefixstore.backends.encryption_keys import Key
+from prefixstore.backends.files import place_of
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
 from prefixstore.counters import Counters, Kind
@@ -59,9 +60,9 @@ def locations_of(given: Locations) -> list[Location]:
             f"a list of {len(given)} locations cannot be used; pass one, or a local one and a far one: "
             '["lmdb:///var/cache/kv", "s3://bucket/kv"]'
         )
-    texts = [text_of(each) for each in given]
-    if len(set(texts)) < len(texts) and texts[0] != "memory:":
-        raise InvalidParameterError(f"{without_password(texts[0])} cannot be in front of itself")
+    places = [place_of(text_of(each)) for each in given]
+    if len(set(places)) < len(places) and places[0] != "memory:":
+        raise InvalidParameterError(f"{without_password(places[0])} cannot be in front of itself")
     return list(given)
 
 

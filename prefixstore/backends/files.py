@@ -15,6 +15,12 @@ def local_path(location: str) -> Path | None:
     return absolute(path_of(location)) if scheme_of(location) in ("lmdb", "sqlite") else None
 
 
+def place_of(location: str) -> str:
+    """A location, or the file behind it, whatever it is called."""
+    path = local_path(location)
+    return location if path is None else os.path.realpath(path)
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
     """A path as an absolute one, with ``~`` expanded. Raises `LocationError`."""
     try:

@@ -145,6 +145,6 @@ def path_of(text: str) -> str:
             )
         return parts.path[1:]
     path = unquote(parts.netloc + parts.path)
-    if not path:
+    if not path.strip("/"):
         raise LocationError(f'location={text!r} has no path; pass for example "{parts.scheme}:///var/cache/kv"')
     return path

@@ -57,7 +57,7 @@ class Sealer:
         """The cipher of the message with this head. Raises `UndecryptableError` if its key is not there."""
         name, random = HEAD.unpack(head)
         if name not in self._keys:
-            raise UndecryptableError(f"it needs the key {name.hex()}, which is not given")
+            raise UndecryptableError(f"it needs the key {name.hex()}, which is not given, or was forgotten")
         key = _derived(self._keys[name], self._salt)
         return AESGCM(hashlib.blake2b(random, key=key, person=_OF_MESSAGE, digest_size=32).digest())
 

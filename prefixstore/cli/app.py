@@ -68,7 +68,12 @@ class _Commands(dict[str, str]):
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         ready = import_module("prefixstore.cli.command").ready(command)
         one.command(name, cls=getattr(module, "COMMAND_CLASS", None))(ready)
-        return typer.main.get_command(one)
+        found: Any = typer.main.get_command(one)
+        for parameter in found.params:
+            if parameter.param_type_name == "argument":
+                # its name says what it is
+                parameter.display_type_rich = lambda **_: ""
+        return found
 
 
 class _Group(TyperGroup):
@@ -101,7 +106,8 @@ app = typer.Typer(
     "STORE is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
     "user's cache directory. PREFIXSTORE_KEY=file:PATH has the keys of an encrypted one (see key).\n\n"
-    "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "
+    "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help), or nobody "
+    "reads its output any more; "
     "2 wrong usage, or a file that cannot be read or written; 3 the store, or the server, cannot be used; "
     "130 and 143 interrupted.",
     no_args_is_help=True,

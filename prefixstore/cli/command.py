@@ -21,6 +21,7 @@ from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell
 from prefixstore.config import Config, load_config
 from prefixstore.errors import (
+    CorruptError,
     IncompatibleError,
     InvalidParameterError,
     LocationError,
@@ -30,6 +31,7 @@ from prefixstore.errors import (
     ServerUnreachableError,
     UnavailableError,
 )
+from prefixstore.units import parse_bytes
 
 MISUSED, UNUSABLE = 2, 3
 ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
@@ -98,9 +100,9 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
         except PrefixStoreError as error:
             # it may repeat an argument that was not where a location is expected
             say(f"prefixstore: {without_passwords(str(error))}")
-            code = (
-                MISUSED if isinstance(error, MisuseError) else UNUSABLE if isinstance(error, ARE_UNUSABLE) else FAILED
-            )
+            # what import finds damaged is its file
+            unusable = ARE_UNUSABLE if command.__name__ == "import_" else (*ARE_UNUSABLE, CorruptError)
+            code = MISUSED if isinstance(error, MisuseError) else UNUSABLE if isinstance(error, unusable) else FAILED
         except OSError as error:
             if error.errno not in HIDDEN or error.filename is None:
                 raise
@@ -143,7 +145,7 @@ def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_confi
     for name in ("max_bytes", "far_max_bytes"):
         size = settings.store.get(name)
         if size is not None and given.get(name, "") is None:
-            given[name] = str(size)
+            given[name] = f"{parse_bytes(size, f'config {config}: [store] {name}')}B"
     wants_text = not has_config and given.get("model", "") is None
     # a text is shown where it can be, so what is missing for it is no error
     if wants_text and settings.path and Path(settings.path).is_file():

@@ -21,6 +21,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
+from prefixstore.parameters import Parameters
 from prefixstore.server.client import LlamaServer
 from prefixstore.units import counted
 
@@ -88,11 +89,15 @@ def explain(
     content = _content(prompt, prompt_file, messages)
     if prompt is not None and os.path.isfile(prompt):  # noqa: PTH113 - a prompt may be longer than a path
         say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
-    settings = configured(location, config, model, n_ctx, salt)
+    settings, min_tokens = configured(location, config, model, n_ctx, salt), Parameters.MIN_TOKENS
     if server is not None:
         if next_turn:
             raise InvalidParameterError("--server cannot be used with --next-turn: the server ends messages by itself")
+        from prefixstore.server.slot_manager import WORTH_A_LOOKUP  # noqa: PLC0415 - loads asyncio
+
         tokens = as_tokens(LlamaServer(server, api_key=server_key(None)).tokens_of_content(content))
+        if len(tokens) < WORTH_A_LOOKUP:
+            min_tokens = WORTH_A_LOOKUP
     elif config is None:
         with closing(open_model(settings, tokenizer_only=True)) as llm:
             tokens = tokens_to_explain(llm, content, generation_prompt=not next_turn)
@@ -101,7 +106,9 @@ def explain(
             return _explained(store.explain(content, generation_prompt=not next_turn))
     path = model_file(str(settings.path))
     with Archive(location, read_only=True) as archive:
-        return _explained(explain_without_context(archive.engine, path, Vocabulary(path).text, tokens, salt=salt))
+        words = Vocabulary(path).text
+        found = explain_without_context(archive.engine, path, words, tokens, salt=salt, min_tokens=min_tokens)
+        return _explained(found)
 
 
 def _explained(found: Explanation) -> Result:

@@ -19,8 +19,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, in_all, keys_in, namespaces_of, read_facts
-from prefixstore.models.file import model_title, setting_text
-from prefixstore.report.labels import visible
+from prefixstore.models.file import model_title, setting_name, setting_text
 from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted, format_seconds
 
@@ -109,7 +108,7 @@ def _differences(holdings: list[Holding]) -> dict[bytes, str]:
         differ = sorted(name for name in names if len({repr(one.settings.get(name)) for one in same}) > 1)
         for one in same:
             values = [(name, one.settings.get(name)) for name in differ]
-            texts = (f"{name} {setting_text(name, value)[:SHORT]}" for name, value in values)
+            texts = (f"{setting_name(name)} {setting_text(name, value)[:SHORT]}" for name, value in values)
             found[one.key] = ", ".join(texts)
     return found
 
@@ -212,7 +211,7 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
 
     def show() -> None:
         if facts:
-            names = ["(shared)" if one["tenant"] is None else visible(one["tenant"]) for one in facts]
+            names = ["(shared)" if one["tenant"] is None else one["tenant"] for one in facts]
             # without keys, there is no line
             more = ({"name": name, "used": ago(one["last_used"])} for name, one in zip(names, facts, strict=True))
             listed(OF_TENANTS, map(operator.or_, facts, more))

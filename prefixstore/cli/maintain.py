@@ -49,7 +49,7 @@ def check(
         where, pages = archive.location, archive.used().entries
         mended = confirmed(
             partial(archive.repair, budget),
-            lambda one: f"{where}: {_plan(*one, max_bytes)}?" if one[0] else None,
+            lambda one: f"{where}: {_plan(*one, budget)}?" if one[0] else None,
             dry_run=dry_run or not repair,
             yes=yes,
         )
@@ -67,7 +67,7 @@ def check(
             tell(KEY.sub(r"\1", str(violation)))
         tell(f"{where}: {counted(pages, 'page')}, {_problems(found)}")
         if found and not is_repaired:
-            tell(f"check --repair would {_plan(found, removed, max_bytes)}")
+            tell(f"check --repair would {_plan(found, removed, budget)}")
         if is_repaired and removed.pages:
             they = "it" if removed.pages == 1 else "they"
             tell(f"{counted(removed.pages, 'page')} deleted, {format_bytes(removed.bytes)}; {they} will be recomputed")
@@ -77,7 +77,7 @@ def check(
     return Result(data, show, FAILED if left else DONE)
 
 
-def _plan(found: Sequence[Violation], removed: Removed, max_bytes: str | None) -> str:
+def _plan(found: Sequence[Violation], removed: Removed, budget: int | None) -> str:
     """What a repair would do."""
     rules = {one.rule for one in found}
     parts = [
@@ -86,7 +86,7 @@ def _plan(found: Sequence[Violation], removed: Removed, max_bytes: str | None) -
         else "",
         "delete what cannot be decrypted" if "undecryptable" in rules else "",
         "rebuild the index" if "index" in rules else "",
-        f"evict pages down to {max_bytes}" if "budget" in rules else "",
+        f"evict pages down to {format_bytes(budget or 0)}" if "budget" in rules else "",
     ]
     return ", and ".join(filter(None, parts)) or "change nothing"
 
@@ -224,8 +224,8 @@ def evict(
     """Evict pages until the store fits SIZE.
 
     They are evicted in the order of the policy of the store that was the last to begin writing there; if that is
-    unknown, the least recently used first. On a terminal it asks for confirmation. Exit code 1: the pinned pages alone
-    are larger, or the answer was no.
+    unknown, the least recently used first. On a terminal it asks for confirmation. --dry-run evicts and takes that
+    back, so it needs to write, too. Exit code 1: the pinned pages alone are larger, or the answer was no.
 
     Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
     """

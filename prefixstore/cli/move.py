@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from prefixstore.backends.encryption_keys import Keys, provider_of
-from prefixstore.backends.files import local_path
+from prefixstore.backends.files import place_of
 from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
@@ -169,15 +168,9 @@ def copy(
 def _is_same(archive: Archive, target: str, key: str | None) -> bool:
     try:
         with Archive(target, read_only=True, key=key) as other:
-            return _resolved(other.location) == _resolved(archive.location)
+            return place_of(other.location) == place_of(archive.location)
     except LocationError:
         return False  # the target does not exist yet
-
-
-def _resolved(location: str) -> str:
-    """A location, or the file behind it, whatever it is called."""
-    path = local_path(location)
-    return location if path is None else os.path.realpath(path)
 
 
 def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> Result:

@@ -102,7 +102,7 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
     Where the terminal is too narrow, texts take several lines; if that is not enough, rows are names and values.
     """
-    cells = [list(map(visible_lines, row)) for row in rows]
+    cells = [list(map(visible, row)) for row in rows]
     kept = [i for i in range(len(columns)) if any(row[i] for row in cells)]
     titles = [name.rstrip(">") for name in columns]
     has_header = any(titles)
@@ -151,7 +151,14 @@ def has_terminal() -> bool:
 def is_confirmed(question: str) -> bool:
     """Ask on a terminal whether to go on; a no is reported."""
     typer.echo(f"{visible_lines(question)} [y/N] ", nl=False, err=True)
-    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+    answer = ""
+    try:
+        answer = sys.stdin.readline()
+    finally:
+        if not answer.endswith("\n"):
+            # Ctrl-C and Ctrl-D leave the cursor in the line
+            typer.echo(err=True)
+    if answer.strip().lower() in ("y", "yes"):
         return True
     say("nothing was changed")
     return False

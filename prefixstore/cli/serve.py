@@ -100,7 +100,9 @@ def serve(
             "--allow-field": allow_field or None,
             "--timeout": timeout != SILENT_SECONDS,
         }
-        _refuse(of_llama_server, "is for llama-server; options of llama_cpp.server follow --")
+        for name, value in of_llama_server.items():
+            if value is not None and value is not False:
+                raise InvalidParameterError(f"{name} is for llama-server; options of llama_cpp.server follow --")
         return _serve_model(places, settings_of_file, given, model, command, host, port)
     try:
         # the extra "server"
@@ -111,8 +113,12 @@ def serve(
         raise MissingExtraError(
             f'serve needs {error.name}, which is not installed; pip install "prefixstore[server]"'
         ) from error
-    _require_key(admin_key)
-    body, bodies = _body_sizes(max_body, max_bodies)
+    if admin_key is not None and not admin_key.strip():
+        # a shell makes it empty of a variable that is not set
+        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
+    body, bodies = parse_bytes(max_body, "--max-body"), options.max_bytes_of(max_bodies, "--max-bodies")
+    if bodies is not None and bodies < body:
+        raise InvalidParameterError("--max-bodies is for all requests together; it cannot be below --max-body")
     if on_damage not in ON_DAMAGE:
         raise InvalidParameterError(f"--on-damage {on_damage} is unknown; choose {', '.join(ON_DAMAGE)}")
     _log_to_stderr()
@@ -139,13 +145,6 @@ def serve(
     return DONE
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
-    """Refuse options that do not go with the others; None and False for those that are not given."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise InvalidParameterError(f"{name} {why}")
-
-
 def _store_options(settings: Config, given: Mapping[str, object], config: Path | None) -> dict[str, Any]:
     """The parameters of the store: those that are given, and else those of the file."""
     ignored = sorted(settings.store.keys() & set(IGNORED))
@@ -153,19 +152,6 @@ def _store_options(settings: Config, given: Mapping[str, object], config: Path |
         say(f"note: {config}: serve ignores {', '.join(ignored)} in [store]")
     in_file = {name: value for name, value in settings.store.items() if name not in ("location", *IGNORED)}
     return {**in_file, **given}
-
-
-def _require_key(text: str | None) -> None:
-    # a shell makes it empty of a variable that is not set
-    if text is not None and not text.strip():
-        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
-
-
-def _body_sizes(max_body: str, max_bodies: str | None) -> tuple[int, int | None]:
-    one, all_of_them = parse_bytes(max_body, "--max-body"), options.max_bytes_of(max_bodies, "--max-bodies")
-    if all_of_them is not None and all_of_them < one:
-        raise InvalidParameterError("--max-bodies is for all requests together; it cannot be below --max-body")
-    return one, all_of_them
 
 
 def _announce(text: str) -> None:

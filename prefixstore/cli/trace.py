@@ -9,8 +9,7 @@ from rich.console import Console
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.output import fields, table, tell
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.errors import InvalidParameterError
+from prefixstore.engine.eviction import policy_named
 from prefixstore.traces.read import Trace, read_trace
 from prefixstore.traces.replay import Curve, pages_in, simulate
 from prefixstore.units import counted, format_bytes, format_share
@@ -36,7 +35,9 @@ def simulate_(
     """
     read = read_trace(file, requests)
     budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
-    names = _policies(policy)
+    names = list(dict.fromkeys(policy or DEFAULTS))
+    for name in names:
+        policy_named(name)  # raises if it is unknown
     # it is shown on a terminal only, and removed at the end
     with Console(stderr=True).status(f"replaying {counted(len(read.requests), 'request')} at several sizes"):
         found = simulate(read, names, budget)
@@ -77,13 +78,6 @@ def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
     what = f"twice {'the budget' if is_known else 'this size'} ({counted(2 * found.budget, 'page')}) finds"
     more = f"{found.gain(name):,} {_unit(read)} more: {format_share(after, 1)} instead of {format_share(before, 1)}"
     tell(f"{name}: {what} {more if found.gain(name) > 0 else 'no more'}")
-
-
-def _policies(given: list[str] | None) -> list[str]:
-    names = list(dict.fromkeys(given or DEFAULTS))
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise InvalidParameterError(f"--policy {unknown[0]} is unknown; known are {', '.join(POLICIES)}")
-    return names
 
 
 def _unit(read: Trace) -> str:

@@ -26,7 +26,7 @@ from prefixstore.maintenance.holdings import Holding, holdings_of, keys_in, read
 from prefixstore.models.file import file_digest, model_parts, model_title
 from prefixstore.models.vocabulary import Words
 from prefixstore.report.content import BEGIN, content_of, html_of
-from prefixstore.report.labels import labels_of, tokens_of_pages
+from prefixstore.report.labels import labels_of, tokens_of_pages, visible
 from prefixstore.report.runs import Column, parents_of, runs_of
 from prefixstore.units import counted, format_bytes
 
@@ -73,7 +73,7 @@ def tree(
     def show() -> None:
         for line in _lines(runs, titles, depth, limit):
             tell(
-                line
+                visible(line)
                 if isinstance(line, str)
                 else _line(facts, runs[line], labels[line] if labels is not None else None)
             )

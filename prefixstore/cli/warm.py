@@ -285,7 +285,7 @@ def prepare(
             break
     prompts: list[PromptLike] = [*problems, *found]
     if trained is None:
-        return Ready(settings, llm, prompts, "as given")
+        return Ready(settings, llm, prompts, f"as given, in steps of {STEP}")
     n_ctx = min(max(SMALLEST, -(-(longest + 1) // STEP) * STEP), trained)
     original = _number(llm, "rope.scaling.original_context_length")
     llm.close()

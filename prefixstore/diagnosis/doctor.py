@@ -19,7 +19,7 @@ from time import perf_counter
 from prefixstore.backends import is_persistent
 from prefixstore.backends.files import local_path
 from prefixstore.backends.location import is_url, text_of, without_password
-from prefixstore.config import Config, explain_settings
+from prefixstore.config import Config, explain_of_model, explain_settings
 from prefixstore.engine.budget import HIGH_WATER
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
@@ -330,7 +330,8 @@ def _settings(config: Config, holdings: Sequence[Holding], names: Mapping[str, s
         llm.close()
     stored = [one for one in holdings if one.namespace is not None and one.pages]
     mine = next((one for one in stored if one.key == namespace.key), None)
-    differences = explain_settings(namespace, [one.namespace for one in stored if one.namespace is not None], names)
+    known = [one.namespace for one in stored if one.namespace is not None]
+    differences = explain_settings(namespace, known, names)
     if not kind.is_stored:
         yield _found("settings", f"{kind}", "This model, or a context with these settings, cannot be stored.")
     elif mine is not None:
@@ -341,7 +342,10 @@ def _settings(config: Config, holdings: Sequence[Holding], names: Mapping[str, s
             yield _found("budget for this context", format_bytes(budget), advice)
     elif differences:
         similar = f"The most similar pages are for other settings: {'; '.join(differences)}."
-        yield _found("settings", "no pages for them", f"{similar} Use the same everywhere; prefixstore ls lists them.")
+        advice = f"{similar} Use the same everywhere; prefixstore ls lists them."
+        # a model, or a tenant, begins without any
+        is_problem = bool(explain_of_model(namespace, known))
+        yield _found("settings", "no pages for them", advice if is_problem else "", note=similar)
     else:
         advice = "prefixstore warm, or the first requests, fill it."
         yield _found("settings", "nothing is stored yet", note=advice)

@@ -61,7 +61,7 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
 
 
 def explain_without_context(
-    engine: Engine, path: str, words: Words, tokens: Tokens, *, salt: str | None
+    engine: Engine, path: str, words: Words, tokens: Tokens, *, salt: str | None, min_tokens: int
 ) -> Explanation:
     """As `PrefixStore.explain`, under any settings of the model in a file, by its vocabulary alone."""
     model = "+".join(file_digest(part) for part in model_parts(path))
@@ -77,7 +77,7 @@ def explain_without_context(
     if best.settings.get("window") is not None:
         # of a llama-server, of whose window only the last rows are there
         kind = Kind.PAGES_AND_SNAPSHOTS
-    place = LookupContext(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
+    place = LookupContext(best, _page_tokens(best), min_tokens, kind)
     return explain_tokens(engine, words, tokens, place, note)
 
 

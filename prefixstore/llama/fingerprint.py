@@ -287,7 +287,7 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> st
         is_same = not changed_since_import(path) if found is None else found
         digest = file_digest(real) if is_same else ""
         is_same = is_same and file_identity(real.stat()) == before
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL
         raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
     if not is_same:
         if found is None:

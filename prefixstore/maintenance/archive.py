@@ -414,10 +414,9 @@ class Archive(OpenLocation):
             with self.backend.view() as view:
                 sizes = [getattr(one.record, "stored_bytes", 0) for one in with_descendants(view, keys)]
             return found, Removed(len(sizes), sum(sizes))
-        if self.backend.undecryptable(delete=True):
-            # what they leave behind is seen once they are gone
-            found += [one for one in self.check() if one not in found]
-        removed = self.engine.deleter.repair(found)
+        # what rows that cannot be decrypted leave behind is seen once they are gone
+        more = self.check() if self.backend.undecryptable(delete=True) else []
+        removed = self.engine.deleter.repair([*found, *more])
         if max_bytes is not None:
             evicted = self.evict(max_bytes)
             removed += Removed(len(evicted.pages), evicted.bytes)

@@ -154,6 +154,11 @@ def model_title(settings: Mapping[str, object], names: Mapping[str, str]) -> str
     return name if set(kinds) <= {"f16"} else f"{name} (KV {'/'.join(dict.fromkeys(kinds))})"
 
 
+def setting_name(name: str) -> str:
+    """What a setting of a namespace is called in commands, files and a `Llama`."""
+    return "flash_attn" if name == "flash_attn_type" else name
+
+
 def setting_text(name: str, value: object) -> str:
     """The value of a setting, by its name if it has one."""
     if value is None:

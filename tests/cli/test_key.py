@@ -118,7 +118,9 @@ def test_a_tenant_is_forgotten(tmp_path, run, key):
     assert {one[0].namespace for one in left.values()} == {space("bob").key}
     assert left.items() <= bob.items()
     assert "has no key of 'alice'" in run("key", "forget", key, "alice", code=2).err
-    run("check", url, "--repair", "--yes", code=0)
+    planned = run("check", url, "--repair", "--dry-run", code=1).out.splitlines()
+    done = run("check", url, "--repair", "--yes", code=0).out.splitlines()
+    assert done[: len(planned) - 1] == planned[:-1]
     assert "no problems" in run("check", url).out
 
 

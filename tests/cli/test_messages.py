@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.cli.conftest import filled, n_pages
@@ -36,6 +38,11 @@ def store(tmp_path_factory):
         (2, "evict {store} --to 80%", "80%"),
         (2, "evict {store} --to 1B --policy x", "policy='x' is unknown"),
         (2, "ls --config three.toml", "location"),
+        (2, "stats --config wrong.toml", "config wrong.toml: [store] max_bytes='lots' is not a valid size"),
+        (2, "copy {store} link", "source and target are the same location"),
+        (2, "init f.toml --store {store} --store link", "cannot be in front of itself"),
+        (3, "ls lmdb:///", "has no path; pass for example"),
+        (3, "check damaged", "is damaged"),
         (2, "stats --config none.toml", "none.toml: No such file or directory; prefixstore init writes one"),
         (2, "tree {store} --model none.gguf", "model file not found"),
         (2, "tree {store} --model three.toml", "it is not a model file (GGUF)"),
@@ -87,6 +94,11 @@ def store(tmp_path_factory):
 def test_a_command_that_fails_says_why_and_changes_nothing(tmp_path, models, store, run, code, command, says):
     folder = tmp_path / "work"
     (folder / "three.toml").write_text('[store]\nlocation = ["a", "b", "c"]\n')
+    (folder / "wrong.toml").write_text('[store]\nlocation = "kv"\nmax_bytes = "lots"\n')
+    (folder / "link").symlink_to(store.removeprefix("lmdb://"))
+    shutil.copytree(folder / "link", folder / "damaged")
+    (folder / "damaged" / "data.mdb").write_bytes(bytes(range(256)) * 64)
+    there = set(folder.iterdir())
     names = {"store": store, "gguf": models("llama")}
     found, out, err = run(*(word.format(**names) for word in command.split()))
     assert (found, out) == (code, "")
@@ -94,7 +106,7 @@ def test_a_command_that_fails_says_why_and_changes_nothing(tmp_path, models, sto
     for word in ("Traceback", "S3CR", "ET@"):
         assert word not in err
     assert n_pages(store) == 6
-    assert [path.name for path in folder.iterdir()] == ["three.toml"]
+    assert set(folder.iterdir()) == there
 
 
 def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):

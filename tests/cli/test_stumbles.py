@@ -56,7 +56,10 @@ def test_a_file_is_replaced_after_asking_or_with_yes(store, run, answers, comman
     assert run(name, *arguments, "--yes")[0] == 0
     assert not list(Path().glob(".*"))
     answers("\n", "", KeyboardInterrupt, "y\n")
-    assert [run(name, *arguments)[0] for _ in range(4)] == [1, 1, 130, 0]
+    found = [run(name, *arguments) for _ in range(4)]
+    assert [one[0] for one in found] == [1, 1, 130, 0]
+    # Ctrl-D and Ctrl-C leave the cursor in the line, which is ended for them
+    assert [one[2].count("[y/N] \n") for one in found] == [0, 1, 1, 0]
 
 
 # -- one default location ---------------------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ def test_the_location_is_that_of_the_environment_then_of_the_config_then_the_cac
 def test_every_command_takes_the_config_and_does_without_a_location(tmp_path, run, as_json, models):
     filled(tmp_path / "configured")
     config = tmp_path / "prefixstore.toml"
-    config.write_text(f'[model]\npath = "{models("llama")}"\n[store]\nlocation = "configured"\nmax_bytes = "1GiB"\n')
+    config.write_text(f'[model]\npath = "{models("llama")}"\n[store]\nlocation = "configured"\nmax_bytes = {1 << 30}\n')
     given = ["--config", config]
     page = as_json("tree", *given)[1][0]["page"]
     for name, *arguments in (

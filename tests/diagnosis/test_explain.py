@@ -195,3 +195,6 @@ def test_where_llama_cpp_python_is_missing_a_server_makes_the_tokens(llm, store,
     code, out, err = run(*given, "--server", "http://127.0.0.1:1")
     assert (code, err) == (1, "")
     assert json.loads(out)["fork"]["here"].startswith(" Italy is Rome.")
+    # the proxy does not ask for so short a prompt
+    del tokens[20:]
+    assert json.loads(run(*given, "--server", "http://127.0.0.1:1")[1])["reason"] == "short"

@@ -139,7 +139,7 @@ def test_simulate_prints_a_table_and_json(trace, run):
     [
         (["simulate", "none"], "trace 'none' cannot be read: No such file or directory\n"),
         (["simulate", __file__], "has no requests"),
-        (["simulate", "{trace}", "--policy", "clock"], "--policy clock is unknown"),
+        (["simulate", "{trace}", "--policy", "clock"], "policy='clock' is unknown"),
         # of another system, or of a model that resumes from snapshots only
         (["simulate", "{trace}", "--max-bytes", "1MiB"], "the trace has no sizes of pages; pass --pages"),
     ],
