@@ -75,7 +75,6 @@ NAMED = {
     "rope_scaling_type": "LLAMA_ROPE_SCALING_TYPE_",
     "pooling_type": "LLAMA_POOLING_TYPE_",
     "attention_type": "LLAMA_ATTENTION_TYPE_",
-    "flash_attn_type": "LLAMA_FLASH_ATTN_TYPE_",
     "split_mode": "LLAMA_SPLIT_MODE_",
 }
 # a V of these types needs no flash attention: not set, f32, f16, bf16
@@ -140,11 +139,6 @@ class Config:
             If what is set is no location.
         """
         return [text_of(each) for each in locations_of(self.store.get("location"))]
-
-    @property
-    def location(self) -> str:
-        """The first of the `locations`."""
-        return self.locations[0]
 
     def override(
         self,
@@ -417,7 +411,7 @@ def _names(setting: str, constants: Mapping[str, Any]) -> dict[str, int]:
 def _hint(settings: Mapping[str, Any]) -> str:
     """What to change if a context with these settings cannot be created, where that is known."""
     is_quantized = settings.get("type_v") not in FLOATS
-    if is_quantized and not settings.get("flash_attn") and "flash_attn_type" not in settings:
+    if is_quantized and not settings.get("flash_attn"):
         return "; a quantized type_v needs flash_attn = true (--flash-attn)"
     return ""
 

@@ -46,7 +46,7 @@ def doctor(
     settings = load_config(config) if config is not None else None
     if settings is not None and not settings.model.get("verbose"):
         silence_llama()
-    found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
+    found = examine(location, settings, max_bytes)
     where = next(finding.value for finding in found if finding.name == "location")
     n_problems = sum(finding.level is Level.PROBLEM for finding in found)
 

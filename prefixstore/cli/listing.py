@@ -196,7 +196,11 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
 
     Example: prefixstore tenants lmdb:///var/cache/kv --api-key-file alice.txt
     """
-    lines = None if api_key_file is None else _lines_of_keys(api_key_file)
+    lines: dict[str, int] | None = None
+    if api_key_file is not None:
+        # the tenants of the keys, as llama-server reads them, and the line of each
+        with reading(str(api_key_file)) as opened:
+            lines = {tenant_of_key(key): i for i, key in enumerate(opened.read().splitlines(), 1) if key}
     with Archive(location, read_only=True) as archive:
         where, holdings = archive.location, archive.holdings()
     found: defaultdict[str | None, list[Holding]] = defaultdict(list)
@@ -224,12 +228,6 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
             tell(f"{where}: the tenants of {counted(n_unknown, 'page')} are unknown: their settings are damaged")
 
     return Result([one | {"last_used": iso(one["last_used"])} for one in facts], show)
-
-
-def _lines_of_keys(file: Path) -> dict[str, int]:
-    """The tenants of the keys in a file, as llama-server reads it, and the line of each."""
-    with reading(str(file)) as opened:
-        return {tenant_of_key(key): i for i, key in enumerate(opened.read().splitlines(), 1) if key}
 
 
 def _tenant_facts(name: str | None, held: list[Holding], lines: dict[str, int]) -> dict[str, Any]:

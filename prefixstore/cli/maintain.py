@@ -309,7 +309,12 @@ def purge(
             everything=everything,
         )
         removed = confirmed(
-            delete, lambda found: _question(where, found) if is_known else None, dry_run=dry_run, yes=yes
+            delete,
+            lambda found: (
+                f"{where}: delete {counted(found.pages, 'page')} ({format_bytes(found.bytes)})?" if is_known else None
+            ),
+            dry_run=dry_run,
+            yes=yes,
         )
         if removed is None:
             return FAILED
@@ -354,7 +359,3 @@ def _is_scrubbed(archive: Archive) -> bool:
         say(f"prefixstore: the pages were deleted, but could not be overwritten yet; run it again: {error}")
         return False
     return True
-
-
-def _question(location: str, removed: Removed) -> str:
-    return f"{location}: delete {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)})?"

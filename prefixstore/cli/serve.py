@@ -122,13 +122,16 @@ def serve(
     if on_damage not in ON_DAMAGE:
         raise InvalidParameterError(f"--on-damage {on_damage} is unknown; choose {', '.join(ON_DAMAGE)}")
     _log_to_stderr()
+    if ignored := sorted(settings_of_file.store.keys() & set(IGNORED)):
+        say(f"note: {config}: serve ignores {', '.join(ignored)} in [store]")
+    in_file = {name: one for name, one in settings_of_file.store.items() if name not in ("location", *IGNORED)}
     settings = ServeSettings(
         location=places,
         host=host,
         port=port,
         admin_key=admin_key,
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
-        store_options=_store_options(settings_of_file, given, config),
+        store_options={**in_file, **given},
         on_damage=OnDamage(on_damage),
         max_body=body,
         max_bodies=bodies,
@@ -143,15 +146,6 @@ def serve(
         )
     serve_child(settings, command)
     return DONE
-
-
-def _store_options(settings: Config, given: Mapping[str, object], config: Path | None) -> dict[str, Any]:
-    """The parameters of the store: those that are given, and else those of the file."""
-    ignored = sorted(settings.store.keys() & set(IGNORED))
-    if ignored:
-        say(f"note: {config}: serve ignores {', '.join(ignored)} in [store]")
-    in_file = {name: value for name, value in settings.store.items() if name not in ("location", *IGNORED)}
-    return {**in_file, **given}
 
 
 def _announce(text: str) -> None:

@@ -70,7 +70,8 @@ def stats(location: str, *, max_bytes: str | None = None) -> Result:
 
     def show() -> None:
         spans = {name.replace("_", " "): history.total(days) for name, days in SPANS.items()}
-        shown: list[RenderableType] = [", ".join(_held(numbers)), "", *served(spans, _since(history))]
+        since = f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
+        shown: list[RenderableType] = [", ".join(_held(numbers)), "", *served(spans, since)]
         for name, some in groups.items():
             if any(one[name] not in ("", GONE) for one in some):
                 shown += ["", table_of([name, *COLUMNS], map(partial(_row, name), some[:MOST_SHOWN]))]
@@ -185,10 +186,6 @@ def served(spans: Mapping[str, Figures], since: str = "") -> list[RenderableType
     }
     columns = [since, *(f"{name}>" for name in spans)]
     return [table_of(columns, ([name, *map(text, figures)] for name, text in rows.items()))]
-
-
-def _since(history: History) -> str:
-    return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
 
 
 def _row(name: str, group: Mapping[str, Any]) -> list[str]:

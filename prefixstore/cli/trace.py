@@ -76,12 +76,9 @@ def _row(found: Curve, i: int) -> list[str]:
 def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
     before, after = (found.found[name][found.sizes.index(n * found.budget)].rate for n in (1, 2))
     what = f"twice {'the budget' if is_known else 'this size'} ({counted(2 * found.budget, 'page')}) finds"
-    more = f"{found.gain(name):,} {_unit(read)} more: {format_share(after, 1)} instead of {format_share(before, 1)}"
+    unit = "tokens" if read.is_ours else "blocks"
+    more = f"{found.gain(name):,} {unit} more: {format_share(after, 1)} instead of {format_share(before, 1)}"
     tell(f"{name}: {what} {more if found.gain(name) > 0 else 'no more'}")
-
-
-def _unit(read: Trace) -> str:
-    return "tokens" if read.is_ours else "blocks"
 
 
 def _about(read: Trace, file: Path, size: int, *, is_known: bool) -> None:

@@ -193,7 +193,7 @@ def report(
             view,
             archive.location,
             words=words,
-            is_of=partial(_is_of, model),
+            is_of=lambda digest: model is None or digest == "+".join(map(file_digest, model_parts(str(model)))),
             max_bytes=options.max_bytes_of(max_bytes),
         )
     page = html_of(content).encode()
@@ -206,8 +206,3 @@ def report(
         data if str(out) != STANDARD else None,
         partial(say, f"{out}: {content['location']}, {held}; open it in a browser"),
     )
-
-
-def _is_of(model: Path | None, digest: str) -> bool:
-    """Whether a digest is that of this model."""
-    return model is None or digest == "+".join(map(file_digest, model_parts(str(model))))

@@ -21,35 +21,39 @@ from prefixstore.units import counted
 MAGIC = b"\x89PSTORE\n"
 # how a file begins in which such a file is encrypted
 ENCRYPTED = b"\x89PSTENC\n"
-EXPORT_VERSION = 3
+EXPORT_VERSION = 4
 # magic, version of the file, version of the records in it
 HEADER = struct.Struct("<8sII")
 # kind, bytes of the head, bytes of the body
 ENTRY = struct.Struct("<4sIQ")
 # xxh3-64 of the two, after the head
 SEAL = struct.Struct("<Q")
-NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
+NAMESPACE, MODEL, PAGE, END = b"NAME", b"MODL", b"PAGE", b"DONE"
 # head of a page: key, usage; the record follows
 PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
 # head of the end: pages
 END_HEAD = struct.Struct("<Q")
+# of the digest of a model
+MODEL_DIGITS = 12
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
 
 class ExportWriter:
-    """Writes a ``.pstore`` file, which need not be seekable: namespaces, pages, the end.
+    """Writes a ``.pstore`` file, which need not be seekable: namespaces, names of models, pages, the end.
 
-    `namespaces` are the canonical settings of all whose pages will be written, by key. `pages` and `bytes` are how many
-    pages were written, and the size of their payloads.
+    `namespaces` are the canonical settings of all whose pages will be written, by key, and `models` what their models
+    are called; see `History`. `pages` and `bytes` are how many pages were written, and the size of their payloads.
     """
 
-    def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
+    def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes], models: Mapping[str, str]) -> None:
         self._file = file
         self.pages = self.bytes = 0
         file.write(HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION))
         for key, canonical in namespaces.items():
             self._entry(NAMESPACE, key + canonical, 0)
+        for digits, name in models.items():
+            self._entry(MODEL, (digits + name).encode("utf-8", "replace"), 0)
 
     def write(self, page: StoredPage) -> None:
         """Write a page, after its parent."""
@@ -71,7 +75,7 @@ class ExportReader:
     """Reads a ``.pstore`` file, which need not be seekable, from its start to its end.
 
     `decrypt` opens one that is encrypted, of which these bytes were read already. `namespaces` are the canonical
-    settings of the namespaces in it, by key; `name` is what messages call the file.
+    settings of the namespaces in it, by key, and `models` what these are called; `name` is what messages call the file.
 
     Raises
     ------
@@ -110,6 +114,11 @@ class ExportReader:
             if Namespace.parse(settings).key != key:
                 raise CorruptError(f"{name}: the key of a namespace is not that of its settings")
             self.namespaces[key] = settings
+            self._next = self._entry()
+        self.models: dict[str, str] = {}
+        while self._next[0] == MODEL:
+            text = self._next[1].decode("utf-8", "replace")
+            self.models[text[:MODEL_DIGITS]] = text[MODEL_DIGITS:]
             self._next = self._entry()
 
     def entries(self) -> Iterator[StoredPage]:

@@ -54,6 +54,9 @@ class _Source:
             known = view.namespaces()
         self.settings = {key: known[key] for key in those if _is_sound(key, known.get(key))}
         self._pages = [page for page in pages if page.namespace in self.settings]
+        names = archive.history().models
+        digits = {model_digits(Namespace.parse(settings).settings) for settings in self.settings.values()}
+        self.models = {one: names[one] for one in digits if one in names}
         # nobody could restore those whose settings are not known
         self.damaged = len(pages) - len(self._pages)
 
@@ -91,9 +94,13 @@ def _is_sound(key: bytes, settings: bytes | None) -> bool:
         return False
 
 
-def _write(pages: Iterable[StoredPage], settings: Mapping[bytes, bytes], target: Archive) -> Moved:
-    """Write pages of namespaces with these settings, and make everything durable."""
+def _write(
+    pages: Iterable[StoredPage], settings: Mapping[bytes, bytes], names: Mapping[str, str], target: Archive
+) -> Moved:
+    """Write pages of namespaces with these settings and names of models, and make everything durable."""
     engine, done = target.engine, Imported()
+    for space in map(Namespace.parse, settings.values()):
+        engine.describe(space, names.get(model_digits(space.settings)))
     evicted_before, entries_before = engine.counters["evictions"], target.used().entries
     for batch in _batches(pages):
         done = done.plus(engine.importer.import_pages(batch, settings))
@@ -137,12 +144,8 @@ def copy_store(
     the locations fails; what was copied until then stays.
     """
     pages = _Source(source, namespaces, keys)
-    known = source.history().models
-    for settings in pages.settings.values():
-        space = Namespace.parse(settings)
-        target.engine.describe(space, known.get(model_digits(space.settings)))
-    moved = _write((page._replace(payload=bytes(page.payload)) for page in pages), pages.settings, target)
-    return replace(moved, damaged=pages.damaged)
+    copied = (page._replace(payload=bytes(page.payload)) for page in pages)
+    return replace(_write(copied, pages.settings, pages.models, target), damaged=pages.damaged)
 
 
 def export_store(
@@ -158,7 +161,7 @@ def export_store(
     location fails; the file is not complete then.
     """
     pages = _Source(archive, namespaces, keys)
-    writer = ExportWriter(file, pages.settings)
+    writer = ExportWriter(file, pages.settings, pages.models)
     for page in pages:
         writer.write(page)
     writer.finish()
@@ -185,7 +188,7 @@ def import_store(reader: ExportReader, target: Archive) -> Moved:
         except CorruptError as error:
             damage.append(error)
 
-    done = _write(pages(), reader.namespaces, target)
+    done = _write(pages(), reader.namespaces, reader.models, target)
     if damage:
         existed = f", {done.present:,} already existed" if done.present else ""
         raise CorruptError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from unittest.mock import Mock
 
@@ -10,8 +11,15 @@ import pytest
 
 from prefixstore.cli import output
 from prefixstore.maintenance.archive import Archive
+from tests.support import ROOT
 from tests.support.places import fill, space
 
+# the fields of --json, by the command, as they are documented
+TABLE = (ROOT / "docs" / "operations.md").read_text().split("### JSON")[1]
+ROWS = re.findall(r"^\| (`[a-z].*?) \| (.*) \|$", TABLE, re.MULTILINE)
+FIELDS = {name: set(re.findall(r"`(\w+)`", text)) for names, text in ROWS for name in re.findall("`(.*?)`", names)}
+FIELDS["show"] |= FIELDS["tree"]
+FIELDS["warm"] = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "howto" / "warming.md").read_text())) | {"dry_run"}
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
 
 
@@ -21,7 +29,10 @@ def as_json(run):
 
     def call(*arguments):
         code, out, _ = run(*arguments, "--json")
-        return code, json.loads(out)
+        found = json.loads(out)
+        for one in found if isinstance(found, list) else [found]:
+            assert one.keys() <= FIELDS[arguments[0]]
+        return code, found
 
     return call
 

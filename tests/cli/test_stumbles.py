@@ -82,7 +82,7 @@ def test_the_location_is_that_of_the_environment_then_of_the_config_then_the_cac
             monkeypatch.setenv("PREFIXSTORE_LOCATION", environment)
         code, out, _ = run("check", *arguments)
         assert (code, out.startswith(f"{expected}: ")) == (0, True)
-    assert PrefixStore(namespace="n").location == load_config(config).location == given
+    assert PrefixStore(namespace="n").location == load_config(config).locations[0] == given
     monkeypatch.delenv("PREFIXSTORE_LOCATION")
     assert PrefixStore(namespace="n").location == cached
     monkeypatch.setenv("PREFIXSTORE_CONFIG", str(config))
@@ -145,7 +145,7 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     code, out, err = run("init", "--model", model, "--store", "kv", "--n-ctx", 512)
     assert (code, err, "prefixstore warm --config prefixstore.toml" in out) == (0, "", True)
     settings = load_config("prefixstore.toml")
-    assert (settings.location, settings.model["n_ctx"]) == (str(tmp_path / "work" / "kv"), 512)
+    assert (settings.locations, settings.model["n_ctx"]) == ([str(tmp_path / "work" / "kv")], 512)
     write_jsonl(tmp_path / "work" / "prompts.jsonl", [{"tokens": prompt(300)}])
     code, found = as_json("warm", "--config", "prefixstore.toml")
     assert (code, found["evaluated_tokens"]) == (0, 300)

@@ -88,12 +88,16 @@ def test_a_namespace_whose_settings_are_damaged_keeps_no_other_from_being_moved(
     assert export_store(source, io.BytesIO()).damaged == 7
 
 
-def test_a_copy_knows_what_the_models_are_called(source, tmp_path):
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_copy_and_an_export_know_what_the_models_are_called(source, tmp_path, is_copied):
     named = Namespace({**MINE.settings, "model": "a" * 64})
     fill(source.backend, named, SEQUENCES)
     source.engine.describe(named, "Llama 3 Q4_K_M")
     with Archive(tmp_path / "target", create=True) as target:
-        copy_store(source, target, namespaces={named.key})
+        if is_copied:
+            copy_store(source, target, namespaces={named.key})
+        else:
+            import_store(ExportReader(io.BytesIO(packed(source, namespaces={named.key})), "f"), target)
     with Archive(tmp_path / "target", read_only=True) as target:
         assert target.history().models == {"a" * 12: "Llama 3 Q4_K_M"}
 
@@ -177,7 +181,7 @@ def test_other_files_and_other_versions_are_refused(source):
         ExportReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
         ExportReader(io.BytesIO(b""), "f")
-    for versions, says in (((4, 2), "upgrade"), ((3, 3), "upgrade"), ((2, 2), "any more"), ((3, 1), "any more")):
+    for versions, says in (((5, 2), "upgrade"), ((4, 3), "upgrade"), ((3, 2), "any more"), ((4, 1), "any more")):
         data = struct.pack("<8sII", export.MAGIC, *versions)
         with pytest.raises(IncompatibleError, match=says):
             ExportReader(io.BytesIO(data), "f")
