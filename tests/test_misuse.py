@@ -50,6 +50,7 @@ from tests.support.models import load
         ({"max_bytes": 10**5000}, "cannot be shown"),
         ({"page_tokens": 2**40}, "at most"),
         ({"llm": "model.gguf"}, "llm must be a llama_cpp.Llama, not str"),
+        ({"location": Mock()}, 'the location comes first: PrefixStore("kv", llm)'),
     ],
     ids=lambda value: ascii(value)[:60] if isinstance(value, str) else "",
 )

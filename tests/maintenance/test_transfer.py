@@ -37,6 +37,13 @@ def packed(archive, **options):
     return file.getvalue()
 
 
+def through_a_file(here, there, **options):
+    return import_store(ExportReader(io.BytesIO(packed(here, **options)), "f"), there)
+
+
+MOVES = copy_store, through_a_file
+
+
 class Pipe(io.RawIOBase):
     """Bytes that can only be read in order."""
 
@@ -81,23 +88,20 @@ def test_a_namespace_whose_settings_are_damaged_keeps_no_other_from_being_moved(
     fill(source.backend, YOURS, SEQUENCES)
     with source.backend.update() as transaction:
         transaction.put_namespace(YOURS.key, b"damaged")
-    for move in (copy_store, lambda here, there: import_store(ExportReader(io.BytesIO(packed(here)), "f"), there)):
+    for move in MOVES:
         with Archive(tmp_path / "target", create=True) as target:
             target.purge(everything=True)
             assert move(source, target).pages == 7
     assert export_store(source, io.BytesIO()).damaged == 7
 
 
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_a_copy_and_an_export_know_what_the_models_are_called(source, tmp_path, is_copied):
+@pytest.mark.parametrize("move", MOVES)
+def test_a_copy_and_an_export_know_what_the_models_are_called(source, tmp_path, move):
     named = Namespace({**MINE.settings, "model": "a" * 64})
     fill(source.backend, named, SEQUENCES)
     source.engine.describe(named, "Llama 3 Q4_K_M")
     with Archive(tmp_path / "target", create=True) as target:
-        if is_copied:
-            copy_store(source, target, namespaces={named.key})
-        else:
-            import_store(ExportReader(io.BytesIO(packed(source, namespaces={named.key})), "f"), target)
+        move(source, target, namespaces={named.key})
     with Archive(tmp_path / "target", read_only=True) as target:
         assert target.history().models == {"a" * 12: "Llama 3 Q4_K_M"}
 
