@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import gguf
@@ -127,8 +128,9 @@ def test_a_relative_path_in_another_directory_is_refused(model, models, tmp_path
     monkeypatch.chdir(tmp_path / "b")
     assert_refused(llm, tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ContextError, match="cannot read the model file"):
-        PrefixStore(tmp_path / "kv", llm)
+    for read in (partial(PrefixStore, tmp_path / "kv", llm), partial(fingerprint._digest_of_loaded, "a\0b", None)):
+        with pytest.raises(ContextError, match="cannot read the model file"):
+            read()
     monkeypatch.chdir(model.parent)
     assert name(llm) == name(load(models("llama")))
 
