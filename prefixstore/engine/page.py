@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixstore.format.keys import PAGE, TOKEN_BYTES, common_prefix
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, common_prefix
 from prefixstore.format.record import Record, Usage
 
 
@@ -122,10 +122,23 @@ def is_same(one: Page | Record, other: Page | Record) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """The first pages of a sequence, and how many of its tokens they cover."""
+    """The first pages of a sequence, and how many of its tokens they cover.
+
+    The last one may be a snapshot, which can be resumed only at its end. Some of those before it may have only tokens.
+    """
 
     pages: tuple[Page, ...]
     n_tokens: int
+
+    @property
+    def to_read(self) -> tuple[Page, ...]:
+        """The pages that a restore reads: the last one, and those with a payload."""
+        return (*(page for page in self.pages[:-1] if page.raw_bytes), *self.pages[-1:])
+
+    @property
+    def ends_in_snapshot(self) -> bool:
+        """Whether the last one is a snapshot."""
+        return bool(self.pages) and self.pages[-1].form == SNAPSHOT
 
 
 def shared_tokens(a: bytes, b: bytes) -> int:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from prefixstore.engine.compute_rate import ComputeRate, RestoreDeadline
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.page import Page
+from prefixstore.engine.page import Page, Path
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens
+from prefixstore.format.keys import PAGE, Tokens
 from prefixstore.format.record import Buffer
 from prefixstore.llama.capture import Place
 from prefixstore.llama.state.form import Form
@@ -50,27 +50,6 @@ class StateBuffers(Protocol):
 
     def acquire(self, size: int) -> StateBuffer | None:
         """Memory of this size."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What can be restored of a prompt: how many tokens, and from which pages.
-
-    Some pages may hold only tokens. The last one may be a snapshot, which can be resumed only at its end.
-    """
-
-    n_tokens: int = 0
-    pages: tuple[Page, ...] = ()
-
-    @property
-    def read(self) -> tuple[Page, ...]:
-        """The pages that have to be read: the last one, and those that hold rows."""
-        return (*(page for page in self.pages[:-1] if page.raw_bytes), *self.pages[-1:])
-
-    @property
-    def is_snapshot(self) -> bool:
-        """Whether it ends with a snapshot."""
-        return bool(self.pages) and self.pages[-1].form == SNAPSHOT
 
 
 @dataclass(frozen=True)
@@ -128,23 +107,20 @@ class Restore:
         self._largest, self._seen, self._hides = largest, seen, hides
         self._shape = form.shape or StateShape()
 
-    def find(self, place: Place, prompt: Tokens, limit: int, multiple_of: int = 1) -> Found:
+    def find(self, place: Place, prompt: Tokens, limit: int, multiple_of: int = 1) -> Path:
         """What can be restored of the first `limit` tokens of a prompt. Raises `StorageError`."""
         key, step = place.namespace.key, place.page_tokens
         if self._form.has_snapshots:
-            if limit < 1:
-                return Found()
-            path = self._engine.match_snapshot(key, prompt, step, limit, multiple_of)
-            return Found(path.n_tokens, path.pages)
+            return self._engine.match_snapshot(key, prompt, step, limit, multiple_of) if limit > 0 else Path((), 0)
         path = self._engine.match(key, prompt, step)
         n = min(path.n_tokens, limit)
         if self._seen is not None and n < self._seen:
             # the server would compute it all again
             n = 0
-        return Found(n, path.pages[: -(-n // step)])
+        return Path(path.pages[: -(-n // step)], n)
 
     def joined(
-        self, prompt: Tokens, found: Found, frame: Frame, *, live: int = 0, waits: bool = False
+        self, prompt: Tokens, found: Path, frame: Frame, *, live: int = 0, waits: bool = False
     ) -> AbstractContextManager[Joined]:
         """The state of what was found of a prompt, valid until the block is left. Raises `StorageError`.
 
@@ -152,11 +128,11 @@ class Restore:
         The context holds `live` of the tokens, which need not be computed if the restore is given up. With `waits`
         there is no deadline.
         """
-        tokens, whole = prompt[: found.n_tokens], len(found.read) if found.is_snapshot else None
+        tokens, whole = prompt[: found.n_tokens], len(found.to_read) if found.ends_in_snapshot else None
         # nothing of a snapshot can be used before all of it has come
         deadline = None if waits else self._rate.deadline(found.pages, live, found.n_tokens, whole=whole)
-        join = self._from_snapshot if found.is_snapshot else self._from_pages
-        return join(tokens, found.read, frame, deadline)
+        join = self._from_snapshot if found.ends_in_snapshot else self._from_pages
+        return join(tokens, found.to_read, frame, deadline)
 
     def _buffer(self, size: int) -> StateBuffer:
         buffer = self._buffers.acquire(size)

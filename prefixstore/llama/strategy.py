@@ -150,7 +150,7 @@ class Strategy(ABC):
         context, restore = self.context, self._restore_of(form)
         for i in range(ATTEMPTS):
             found = restore.find(place, tokens, limit, multiple_of)
-            n, pages = found.n_tokens, found.read
+            n, pages = found.n_tokens, found.to_read
             if i and n < context.parameters.min_tokens:
                 break
             settled = self._without_restore(place, tokens, limit, n, n, found.pages, live)

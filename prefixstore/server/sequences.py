@@ -37,6 +37,7 @@ from prefixstore.buffers import BufferPool
 from prefixstore.counters import Kind
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.miss import Guard, miss_reason
+from prefixstore.engine.page import Path
 from prefixstore.errors import ContextError, CorruptError, InvalidParameterError, MisuseError
 from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.format.namespace import Namespace
@@ -44,7 +45,7 @@ from prefixstore.format.record import Buffer
 from prefixstore.llama.capture import Capture, Place, memory_of
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.llama.kv_memory import kind_of, page_tokens_for
-from prefixstore.llama.restore import Found, Positions, Restore
+from prefixstore.llama.restore import Positions, Restore
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_memory, parse_sequence
 from prefixstore.llama.state.shape import PAIR, StateShape
@@ -189,10 +190,10 @@ class StoredSequences:
                 engine.counters.count(f"dropped:{reason}")
         engine.counters.time("capture", time.perf_counter() - started)
 
-    def _find(self, states: ModelStates, tokens: Tokens) -> Found:
+    def _find(self, states: ModelStates, tokens: Tokens) -> Path:
         return self._restore.find(states.place, tokens, len(tokens))
 
-    def _joined(self, states: ModelStates, tokens: Tokens, found: Found) -> npt.NDArray[np.uint8] | None:
+    def _joined(self, states: ModelStates, tokens: Tokens, found: Path) -> npt.NDArray[np.uint8] | None:
         """The state of what was found; None if something of it is missing."""
 
         def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:

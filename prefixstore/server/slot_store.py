@@ -15,11 +15,11 @@ from prefixstore.counters import Counters, Kind
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
+from prefixstore.engine.page import Path as PagePath
 from prefixstore.errors import InvalidParameterError, PrefixStoreError, ServerRefusedError, UnknownVersionError
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.capture import Capture, Captured, Place
-from prefixstore.llama.restore import Found
 from prefixstore.llama.state.form import HIDDEN_ROWS
 from prefixstore.opening import Locations
 from prefixstore.server.arguments import values_of
@@ -227,16 +227,16 @@ class SlotStore:
             return Restored(reason=self._missed(self.place(salt), prompt, found.n_tokens))
         return Restored(found.n_tokens, sum(page.raw_bytes for page in found.pages))
 
-    def _found(self, prompt: Tokens, salt: str | None) -> tuple[Found, Way]:
-        """The most that is stored of a prompt, and in which way."""
-        best, limit = (Found(), self.ways[-1]), min(len(prompt), self.identity.props.n_ctx)
-        for way in self.ways:
+    def _found(self, prompt: Tokens, salt: str | None) -> tuple[PagePath, Way]:
+        """The most that is stored of a prompt, and in which way: of equals the last."""
+        limit = min(len(prompt), self.identity.props.n_ctx)
+
+        def found(way: Way) -> PagePath:
             # the server steps back by one token only if it finds rows there
             at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
-            found = way.restore.find(way.place(self.place(salt)), prompt, at_most)
-            if found.n_tokens >= best[0].n_tokens:
-                best = found, way
-        return best
+            return way.restore.find(way.place(self.place(salt)), prompt, at_most)
+
+        return max(((found(way), way) for way in reversed(self.ways)), key=lambda each: each[0].n_tokens)
 
     def shared(self, tokens: Tokens, salt: str | None) -> int:
         """How many tokens a prompt has in common with a stored one, whether they can be restored or not."""
