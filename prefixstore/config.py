@@ -65,7 +65,8 @@ MODEL_FLAGS = frozenset(
 )
 # the least of those that are numbers: 0 is the model's own n_ctx, and -1 all layers, or all threads
 LEAST = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1}
-MOST = 2**31 - 1
+# the most: of threads, GGML_MAX_N_THREADS
+MOST = {"n_threads": 512, "n_threads_batch": 512}
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
 # settings that are numbers in llama.cpp: the prefix of the names of their constants
@@ -115,9 +116,10 @@ class Config:
             is_number = name.startswith("n_") or name in ("seed", "last_n_tokens_size")
             if is_number and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be an integer")
-            if name.startswith("n_") and value is not None and not (least := LEAST.get(name, -1)) <= value <= MOST:
+            least, most = LEAST.get(name, -1), MOST.get(name, 2**31 - 1)
+            if name.startswith("n_") and value is not None and not least <= value <= most:
                 # llama.cpp takes it for another number, or ends the process
-                raise InvalidParameterError(f"[model] {name}={shown(value)} must be from {least} to {MOST}")
+                raise InvalidParameterError(f"[model] {name}={shown(value)} must be from {least} to {most}")
             if name in MODEL_FLAGS and not isinstance(value, (bool, type(None))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be true or false")
         for name, value in self.warm.items():

@@ -107,6 +107,7 @@ def test_options_override_the_file_and_none_keeps_it(file):
         ("[model]\nn_batch = -1", "n_batch=-1 must be from 1 to 2147483647"),
         ("[model]\nn_ctx = 99999999999999999999", "must be from 0 to 2147483647"),
         ("[model]\nn_gpu_layers = -2", "must be from -1"),
+        ("[model]\nn_threads_batch = 513", "must be from -1 to 512"),
         ("[model]\nflash_attn = 'false'", "flash_attn='false' must be true or false"),
         ("[model", "not valid TOML"),
     ],

@@ -40,9 +40,10 @@ ContextClass = LlamaContext
 # the attributes that classes must have; in the case of a Llama, its instances
 REQUIRED: dict[type, str] = {
     llama_cpp.Llama: """
-        _create_completion _ctx _init_sampler _logits_all _lora_adapter _model _requires_eval _seed cache chat_handler
-        context_params create_chat_completion ctx detokenize draft_model eval generate input_ids kv_overrides load_state
-        lora_path lora_scale metadata model_path n_batch n_tokens reset sample save_state set_cache tokenize
+        _create_completion _ctx _init_sampler _logits_all _lora_adapter _model _n_ctx _requires_eval _seed cache
+        chat_handler context_params create_chat_completion ctx detokenize draft_model eval generate input_ids
+        kv_overrides load_state lora_path lora_scale metadata model_path n_batch n_tokens reset sample save_state
+        set_cache tokenize
     """,
     LlamaContext: "get_logits kv_cache_clear kv_cache_seq_rm reset_timings",
     LlamaModel: "add_bos_token token_cls",
@@ -213,8 +214,11 @@ def live_tokens(llm: llama_cpp.Llama) -> npt.NDArray[np.intc]:
 
 
 def n_places(llm: llama_cpp.Llama) -> int:
-    """For how many tokens a ``Llama`` has places; llama.cpp rounds the length of its context up."""
-    return len(llm.input_ids)
+    """For how many tokens a ``Llama`` has places: llama.cpp rounds the length of its context up.
+
+    `input_ids` may be longer than the context, if a state of another one was loaded.
+    """
+    return min(llm._n_ctx, len(llm.input_ids))
 
 
 def set_end(llm: llama_cpp.Llama, n: int) -> None:

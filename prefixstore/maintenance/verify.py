@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
 from prefixstore.store import PrefixStore
 
@@ -27,7 +28,7 @@ class Comparison:
     # the key of its last page
     page: str
     n_tokens: int
-    # all but the last one, which is evaluated
+    # all but the last one, which is evaluated after them
     restored: int
     # the largest of two logits; also as a share of the distance between the largest and the smallest logit
     difference: float
@@ -48,14 +49,22 @@ def compare_computed(
     The context of the model is overwritten. The store, on the same location, is attached to the model; it is detached,
     so that nothing that is computed here is stored.
     """
-    from prefixstore.llama.binding import last_logits  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.binding import last_logits, n_places  # noqa: PLC0415 - the extra "llama"
 
-    namespace = store.hook_of(llm).context.namespace.key
+    hook, room = store.hook_of(llm), n_places(llm) - 1
+    form = SNAPSHOT if hook.kind.has_snapshots else PAGE
     store.detach(llm)
-    leaves = [page for page in archive.pages(namespace) if page.is_leaf and page.end > 1]
+    # a snapshot is restored whole, or not at all
+    leaves = [
+        page
+        for page in archive.pages(hook.context.namespace.key)
+        if page.is_leaf and page.form == form and (form == PAGE or page.end <= room)
+    ]
     for page in random.Random(seed).sample(leaves, min(n, len(leaves))):
         stored = b"".join(one.tokens for one in archive.path(page))
-        tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
+        tokens = np.frombuffer(stored, "<i4")[:room].tolist()
+        # some token, to be evaluated after all that is stored
+        tokens.append(tokens[0])
         llm.reset()
         with store.engine.counters.not_serving():
             restored = store.restore(tokens, llm, always=True)

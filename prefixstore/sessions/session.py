@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
@@ -182,8 +182,8 @@ class Session:
         if is_new:
             self._owner.restore(as_tokens(given))
         stream: Stream = self._streamed(llm.generate(given, **options))
-        # each step after the first evaluates the token before it
-        stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
+        # each step after the first evaluates the token before it, and those that are sent
+        stream.before_step = lambda sent: self._check_room(llm.n_tokens + 1 + len(sent or ()))
         return stream
 
     @_call
@@ -213,7 +213,9 @@ class Session:
 
     def _check_room(self, n: int) -> None:
         """Raise `ContextError` if so many tokens do not fit: llama-cpp-python would drop some without an error."""
-        n_ctx = len(self._hook.llm.input_ids)
+        from prefixstore.llama.binding import n_places  # noqa: PLC0415 - the extra "llama"
+
+        n_ctx = n_places(self._hook.llm)
         if n > n_ctx:
             raise ContextError(
                 f"{n} tokens do not fit into the context, which has {n_ctx}; load the model with a larger n_ctx, or "
@@ -307,32 +309,32 @@ class Stream(Iterator[Any]):
 
     Attributes
     ----------
-    before_next
-        Called before each step but the first.
+    before_step
+        Called before each step but the first, with what is sent.
     """
 
     def __init__(self, session: Session, inner: Iterator[Any]) -> None:
         self._session, self._inner = session, inner
         self._has_begun = False
-        self.before_next: Callable[[], object] = lambda: None
+        self.before_step: Callable[[Any], object] = lambda _: None
 
     def __next__(self) -> Any:
-        return self._session.using(self._next)
-
-    def _next(self) -> Any:
-        try:
-            if self._has_begun:
-                self.before_next()
-            self._has_begun = True
-            return next(self._inner)
-        except BaseException:  # it is exhausted, or has failed
-            self._session.forget(self)
-            raise
+        return self.send(None)
 
     def send(self, value: Any) -> Any:
         """As a generator's: the next one, after `value` was passed in."""
+        return self._session.using(partial(self._step, value))
+
+    def _step(self, value: Any) -> Any:
         inner: Any = self._inner
-        return self._session.using(lambda: inner.send(value))
+        try:
+            if self._has_begun:
+                self.before_step(value)
+            self._has_begun = True
+            return next(inner) if value is None else inner.send(value)
+        except BaseException:  # it is exhausted, or has failed
+            self._session.forget(self)
+            raise
 
     def close(self) -> None:
         """End it before it is exhausted."""

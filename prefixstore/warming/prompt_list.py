@@ -159,8 +159,9 @@ def _too_long(llm: Llama, n_tokens: int, trained: int | None) -> str | None:
             f"{n_tokens:,} tokens do not fit the context of {trained:,} tokens that the model was trained with; "
             "shorten the prompt, or set n_ctx to use a longer context"
         )
-    # llama.cpp rounds n_ctx up; llama-cpp-python has input_ids for the n_ctx that was asked for
-    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    from prefixstore.llama.binding import n_places  # noqa: PLC0415 - the extra "llama"
+
+    n_ctx = n_places(llm)
     if n_tokens < n_ctx:
         return None
     return (

@@ -20,7 +20,7 @@ from prefixstore.cli.app import COMMANDS, GROUPS
 from prefixstore.format.record import Usage, checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
-from tests.support.models import answer, load, prompt
+from tests.support.models import answer, caching, load, prompt
 from tests.support.places import contents, fill, space
 from tests.support.signals import default_signals
 
@@ -319,6 +319,14 @@ def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_
     code, found = as_json("verify", copy, "--model", model, "--n-ctx", 2048)
     assert code == 1
     assert found["beyond"] == 3
+
+
+@pytest.mark.parametrize(("arch", "n_ctx"), [("llama", 100), ("mamba", 512), ("lfm2", 512)])
+def test_verify_takes_snapshots_and_what_is_longer_than_the_context(arch, n_ctx, models, tmp_path, as_json):
+    with caching(tmp_path / "kv", load(models(arch))) as cache:
+        answer(cache.llm, prompt(300), 6)
+    code, found = as_json("verify", tmp_path / "kv", "--model", models(arch), "--n-ctx", n_ctx)
+    assert (code, found["beyond"], bool(found["sequences"])) == (0, 0, True)
 
 
 @pytest.mark.slow

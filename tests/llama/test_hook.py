@@ -92,6 +92,19 @@ def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store):
     assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
 
 
+def test_after_a_state_of_a_longer_context_a_restore_leaves_a_place_for_the_last_token(llama, store):
+    llm, longer = llama(n_ctx=512), llama()
+    store.attach(llm)
+    store.attach(longer)
+    longer.eval(prompt(600)[:300])
+    state = longer.save_state()
+    longer.eval(prompt(600)[300:])
+    store.capture()
+    llm.load_state(state)
+    assert store.restore(prompt(600), llm, always=True) == 511
+    llm.eval(prompt(600)[511:512])
+
+
 def test_detach_leaves_the_llama_as_it_was(llama, store):
     llm, calls = llama(), []
     before, of_context = dict(vars(llm)), dict(vars(llm._ctx))
