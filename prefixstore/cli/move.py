@@ -57,7 +57,7 @@ def export(
             return FAILED
         keys = None
         if prefix is not None or page is not None:
-            keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
+            keys = archive.select(namespaces=namespaces, tokens=tokens, page=page)
         exists = out != STANDARD and is_replaced(Path(out), (MAGIC, ENCRYPTED))
         if dry_run:
             note = ", which would be replaced" if exists else ""

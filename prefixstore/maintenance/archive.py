@@ -250,7 +250,9 @@ class Archive(OpenLocation):
         tokens: TokenSequence | None = None,
         page: str | None = None,
     ) -> set[bytes]:
-        """The keys of the pages that match all of the given parameters.
+        """The keys of the pages that match all of the given parameters, and of their ancestors.
+
+        Without these the pages could not be restored.
 
         Parameters
         ----------
@@ -261,15 +263,11 @@ class Archive(OpenLocation):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.deleter.select(self._choice(namespaces, None, tokens, page)))
-
-    def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
-        """These keys, and those of their ancestors, without which the pages could not be restored."""
-        wanted: set[bytes] = set()
+        wanted = set(self.engine.deleter.select(self._choice(namespaces, None, tokens, page)))
         # children before their parents: one pass is enough
         for one in reversed(self.pages()):
-            if one.key in keys or one.key in wanted:
-                wanted |= {one.key, one.parent} - {one.namespace}
+            if one.key in wanted and one.parent != one.namespace:
+                wanted.add(one.parent)
         return wanted
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:

@@ -140,7 +140,7 @@ def copy_store(
 ) -> Moved:
     """Copy pages into another location, of any backend. Pages that are already there are not changed.
 
-    Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`. Raises `StorageError` if one of
+    Only pages of these namespaces, and with these keys; see `Archive.select`. Raises `StorageError` if one of
     the locations fails; what was copied until then stays.
     """
     pages = _Source(source, namespaces, keys)
@@ -157,7 +157,7 @@ def export_store(
 ) -> Moved:
     """Write pages into one portable file, which need not be seekable.
 
-    Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`. Raises `StorageError` if the
+    Only pages of these namespaces, and with these keys; see `Archive.select`. Raises `StorageError` if the
     location fails; the file is not complete then.
     """
     pages = _Source(archive, namespaces, keys)

@@ -57,10 +57,9 @@ class Sessions:
         """Start over: whoever waits for the ``Llama``, or has it, is in the parent."""
         self.queue.restart()
         self._table.lock = threading.Lock()
-        if self.turn is not None:
-            self.give_back(self.turn)
-            self._table.entries.pop(self.turn.entry.name, None)
-            self.turn = None
+        if (turn := self.turn) is not None:
+            self._close(turn, is_kept=True)
+            self._table.entries.pop(turn.entry.name, None)
 
     def __repr__(self) -> str:
         return f"Sessions({len(self._table.entries)} of {self.max_sessions}, {self._store!r})"
@@ -195,14 +194,6 @@ class Sessions:
             self.count(f"session:{session.source}")
             return session
 
-    def give_back(self, turn: Turn) -> None:
-        """Undo what a turn has changed. A second call does nothing."""
-        self._engine.write_queue.wants_all = False
-        llm: Any = self.hook.context.llm_or_none
-        # unless the store was detached meanwhile
-        if llm is not None and llm.cache is self._store:
-            llm.cache = turn.cache
-
     def end(self, session: Session) -> None:
         """End a turn: capture everything that its session has evaluated, and save the session."""
         # if this is interrupted, the turn is settled when its ticket is given up
@@ -217,7 +208,11 @@ class Sessions:
         with self._table.lock:
             if self.turn is not turn:
                 return
-            self.give_back(turn)
+            self._engine.write_queue.wants_all = False
+            llm: Any = self.hook.context.llm_or_none
+            # unless the store was detached meanwhile
+            if llm is not None and llm.cache is self._store:
+                llm.cache = turn.cache
             self.turn = None
         if not is_kept:
             self._table.discard(turn.entry)

@@ -107,9 +107,9 @@ def test_a_copy_and_an_export_know_what_the_models_are_called(source, tmp_path, 
 
 
 def test_only_the_chosen_pages_are_exported_with_their_ancestors(source, tmp_path):
-    page = source.find(fill(source.backend, MINE, SEQUENCES)[1][-1].hex())
+    page = fill(source.backend, MINE, SEQUENCES)[1][-1].hex()
     with Archive(tmp_path / "target", create=True) as target:
-        data = packed(source, keys=source.with_ancestors({page.key}))
+        data = packed(source, keys=source.select(page=page))
         moved = import_store(ExportReader(io.BytesIO(data), "f"), target)
         assert (moved.pages, moved.namespaces) == (3, 1)
         assert target.check() == []

@@ -147,11 +147,15 @@ def test_a_job_stops_when_the_store_is_full_and_reports_what_is_not_stored(llama
         assert store.check() == []
 
 
-def test_prompts_too_short_to_store_are_counted(llama, tmp_path):
+def test_prompts_too_short_to_store_are_counted_and_matches_too_short_to_restore_are_missing(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
-        report = warm(llm, store, [[5] * 15, [6] * 16])
-        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 16, 16, ())
+        report = warm(llm, store, [[5] * 15, [6] * 10 + [7] * 30])
+        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 40, 40, ())
+        llm.reset()
+        expected = estimate(llm, store, [[6] * 10 + [8] * 30])
+        report = warm(llm, store, [[6] * 10 + [8] * 30])
+        assert expected["missing_tokens"] == report.missing_tokens == report.evaluated_tokens == 40
 
 
 @pytest.mark.slow
@@ -219,35 +223,20 @@ def test_what_is_missing_is_counted_and_nothing_is_computed_or_stored(llama, tmp
         assert estimate(llm, store, PROMPTS)["missing_tokens"] == 0
 
 
-def test_matches_too_short_to_restore_are_counted_as_missing(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        warm(llm, store, [[5] * 10 + [6] * 30])
-        llm.reset()
-        expected = estimate(llm, store, [[5] * 10 + [7] * 30])
-        report = warm(llm, store, [[5] * 10 + [7] * 30])
-        assert expected["missing_tokens"] == report.missing_tokens == report.evaluated_tokens == 40
-
-
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_llama_of_another_store_or_a_read_only_one_is_refused(llama, tmp_path):
+def test_a_llama_of_another_store_a_read_only_one_and_a_model_whose_states_are_not_stored_are_refused(
+    llama, tmp_path, monkeypatch
+):
     llm = llama()
     refused = pytest.raises(MisuseError, match="another PrefixStore")
     with PrefixStore("memory:", llm), PrefixStore(tmp_path) as store, refused:
         warm(llm, store, [prompt(300)])
     with PrefixStore(tmp_path, llm, read_only=True) as store, pytest.raises(MisuseError, match="read_only"):
         warm(llm, store, [prompt(300)])
-
-
-def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
-    llm = llama()
     monkeypatch.setattr(Hook, "kind", Kind.STREAMS)
-    with (
-        PrefixStore("memory:", llm) as store,
-        pytest.raises(MisuseError, match="states of this model cannot be stored: streams"),
-    ):
+    with PrefixStore("memory:", llm) as store, pytest.raises(MisuseError, match="cannot be stored: streams"):
         warm(llm, store, [prompt(300)])
 
 

@@ -17,15 +17,13 @@ from prefixstore.warming.prompt_list import Problem, Prompt, PromptTrie, read_pr
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
-TEMPLATES = {
-    # turns must alternate, and the user's text is in the middle of a line
-    "alternating": (
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}{% endif %}"
-        "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] }}{% endif %}"
-        "{% endfor %}"
-    ),
-}
+# turns must alternate, and the user's text is in the middle of a line
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +49,6 @@ def evaluated(llm, monkeypatch):
         return asked.value.args[0]
 
     return ask
-
-
-def with_template(llm, monkeypatch, template):
-    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(TEMPLATES[template], "<|im_end|>", "<|endoftext|>")
-    monkeypatch.setattr(llm, "chat_handler", formatter.to_chat_handler())
 
 
 # -- text and tokens --------------------------------------------------------------------------------------------------
@@ -128,7 +121,8 @@ def test_messages_can_end_where_the_assistant_answers(llm, evaluated):
 
 
 def test_where_turns_must_alternate_an_answer_is_inserted_or_the_message_of_the_template_told(llm, monkeypatch):
-    with_template(llm, monkeypatch, "alternating")
+    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(ALTERNATING, "<|im_end|>", "<|endoftext|>")
+    monkeypatch.setattr(llm, "chat_handler", formatter.to_chat_handler())
     question = [{"role": "user", "content": "Hi"}]
     assert llm.detokenize(tokens_of_prompt(llm, {"messages": question}).tolist(), special=True).endswith(
         b"[INST] Hi [/INST]"
@@ -221,13 +215,9 @@ def test_a_single_prompt_instead_of_a_list_is_refused(llm, prompts):
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
 
 
-def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> PromptTrie:
-    return PromptTrie(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
-
-
 @given(PROMPTS, st.integers(0, 6))
 def test_stops_are_where_other_prompts_branch_off(prompts, start):
-    made = plan_of(prompts)
+    made = PromptTrie(((as_tokens(tokens), "") for tokens in prompts), 0)
 
     def common(one, other):
         n = min(len(one), len(other))
