@@ -195,7 +195,7 @@ class AttachedStore(OpenLocation):
             raise NotAttachedError("sessions need an attached Llama; call attach(llm) first")
         found = hook.sessions()
         if found is None:
-            found = Sessions(self, hook, self._engine, max_sessions)
+            found = Sessions(self, hook, max_sessions)
             # sessions keep the store alive, not the other way round
             hook.sessions = weakref.ref(found)
         elif found.max_sessions != max_sessions:

@@ -5,7 +5,6 @@ The content is that of the file that was loaded: its path may lead to another fi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import mmap
@@ -251,7 +250,7 @@ def llama_cpp_build() -> str:
     If the libraries do not know their commit, the version of llama-cpp-python.
     """
     # where the loader finds the symbol of libggml-base through the library that depends on it: not on Windows
-    with contextlib.suppress(AttributeError, UnicodeDecodeError):
+    with suppress(AttributeError, UnicodeDecodeError):
         ask = library().ggml_commit
         ask.restype, ask.argtypes = ctypes.c_char_p, []
         # packages are built from sources with files of their own: "-dirty" says nothing

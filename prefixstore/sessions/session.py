@@ -255,7 +255,7 @@ class Session:
     def check(self) -> None:
         """Raise `StaleLeaseError` if the lease has ended."""
         if self.is_over:
-            self._owner.count("session_stale_leases")
+            self._hook.context.engine.counters.count("session_stale_leases")
             lease = f"the lease of session {self.name!r} (generation {self.generation})"
             raise StaleLeaseError(f"{lease} has ended, or is that of a parent process; admit it again")
 

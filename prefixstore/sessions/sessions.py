@@ -19,7 +19,6 @@ from prefixstore.sessions.table import SessionState, Table, Turn
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
-    from prefixstore.engine.engine import Engine
     from prefixstore.format.keys import Tokens
     from prefixstore.llama.attached import AttachedStore
     from prefixstore.llama.hook import Hook
@@ -39,18 +38,18 @@ class Sessions:
         How many sessions are kept; above that, the least recently used idle ones are evicted.
     """
 
-    def __init__(self, store: AttachedStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
+    def __init__(self, store: AttachedStore, hook: Hook, max_sessions: int) -> None:
         if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
             raise InvalidParameterError(f"max_sessions={max_sessions!r} must be an integer of at least 1")
         if hook.kind.reason is not None:
             raise ContextError(f"sessions need a context whose states can be stored: {hook.kind.reason}")
         self.max_sessions, self.hook = max_sessions, hook
-        self._store, self._engine = store, engine
+        self._store, self._engine = store, hook.context.engine
         # the queue for the Llama, and the turn of the session that has it
         self.queue = queue_of(hook.llm)
         self.turn: Turn | None = None
-        self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
-        engine.sessions = weakref.WeakMethod(self.stats)
+        self._table = Table(hook, max_sessions, self._is_leased)
+        self._engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self)
 
     def after_fork(self) -> None:
@@ -149,7 +148,7 @@ class Sessions:
         session.leave()
 
     def _busy(self, name: str, timeout: float | None) -> BusyError:
-        self.count("session_timeouts")
+        self._engine.counters.count("session_timeouts")
         return BusyError(f"session {name!r} has waited {timeout or 0:g} s for the Llama, which another session has")
 
     def _check(self, name: str, timeout: float | None) -> None:
@@ -191,7 +190,7 @@ class Sessions:
             self._engine.write_queue.wants_all = True
             llm.cache = self._store
             session.resume()
-            self.count(f"session:{session.source}")
+            self._engine.counters.count(f"session:{session.source}")
             return session
 
     def end(self, session: Session) -> None:
@@ -237,10 +236,6 @@ class Sessions:
             self.queue.leave(ticket)
 
     # -- for the calls of a session -----------------------------------------------------------------------------------
-
-    def count(self, name: str) -> None:
-        """Raise a count of the store."""
-        self._engine.counters.count(name)
 
     def restore(self, tokens: Tokens) -> int:
         """As the store's `restore`: it records how the prompt is served."""

@@ -15,7 +15,6 @@ from prefixstore.errors import BusyError
 from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_keys
 
 if TYPE_CHECKING:
-    from prefixstore.engine.engine import Engine
     from prefixstore.llama.hook import Hook
     from prefixstore.sessions.llama_queue import Ticket
 
@@ -67,11 +66,9 @@ class Table:
     stored, so they cannot be saved. `entries` are sorted by their last use; `lock` is held while they change.
     """
 
-    def __init__(
-        self, engine: Engine, hook: Hook, max_sessions: int, min_tokens: int, is_leased: Callable[[SessionState], bool]
-    ) -> None:
-        self._engine, self._hook, self._namespace = engine, hook, hook.context.namespace.key
-        self._max_sessions, self._min_tokens, self._is_leased = max_sessions, min_tokens, is_leased
+    def __init__(self, hook: Hook, max_sessions: int, is_leased: Callable[[SessionState], bool]) -> None:
+        self._engine, self._hook, self._namespace = hook.context.engine, hook, hook.context.namespace.key
+        self._max_sessions, self._is_leased = max_sessions, is_leased
         self.entries: dict[str, SessionState] = {}
         self.lock = threading.Lock()
 
@@ -202,7 +199,7 @@ class Table:
         page = full_pages[-1] if full_pages else self._namespace
         form = SNAPSHOT if self._hook.kind.has_snapshots else PAGE
         rest, n = entry.tokens[end:].tobytes(), len(entry.tokens)
-        is_stored = n >= max(self._min_tokens, 1)
+        is_stored = n >= max(self._hook.context.parameters.min_tokens, 1)
         bookmark = Bookmark(page, rest, n, form, entry.generation, entry.set_at) if is_stored else Unset(entry.set_at)
         self._engine.write_queue.set_bookmark(self._namespace, entry.name, bookmark)
 

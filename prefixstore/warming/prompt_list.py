@@ -66,9 +66,12 @@ def read_prompts(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
         if source == "-":
             yield from _lines(sys.stdin.buffer, "<stdin>")
             continue
-        files = list(_files(str(source)))
+        try:
+            files, is_folder = list(_files(str(source))), Path(source).is_dir()
+        except OSError as error:
+            yield Problem(str(source), f"cannot be read: {error.strerror or error}")
+            continue
         if not files:
-            is_folder = Path(source).is_dir()
             reason = "the folder has no files" if is_folder else "file not found, and no file matches this pattern"
             yield Problem(str(source), reason)
         for file in files:

@@ -114,19 +114,16 @@ def test_messages_can_end_where_the_assistant_answers(llm, evaluated):
     assert tokens_of_prompt(llm, {"messages": messages}, generation_prompt=True).tolist() == wanted
     # a line may set it for itself
     assert tokens_of_prompt(llm, {"messages": messages, "generation_prompt": True}).tolist() == wanted
-    assert (
-        tokens_of_prompt(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist()
-        != wanted
-    )
+    without = {"messages": messages, "generation_prompt": False}
+    assert tokens_of_prompt(llm, without, generation_prompt=True).tolist() != wanted
 
 
 def test_where_turns_must_alternate_an_answer_is_inserted_or_the_message_of_the_template_told(llm, monkeypatch):
     formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(ALTERNATING, "<|im_end|>", "<|endoftext|>")
     monkeypatch.setattr(llm, "chat_handler", formatter.to_chat_handler())
     question = [{"role": "user", "content": "Hi"}]
-    assert llm.detokenize(tokens_of_prompt(llm, {"messages": question}).tolist(), special=True).endswith(
-        b"[INST] Hi [/INST]"
-    )
+    asked = llm.detokenize(tokens_of_prompt(llm, {"messages": question}).tolist(), special=True)
+    assert asked.endswith(b"[INST] Hi [/INST]")
     answered = [*question, {"role": "assistant", "content": "Hello"}]
     assert b"Hello[INST]" in llm.detokenize(tokens_of_prompt(llm, {"messages": answered}).tolist(), special=True)
     with pytest.raises(InvalidParameterError, match="alternate!"):
@@ -198,10 +195,11 @@ def test_prompts_become_tokens_and_everything_else_problems(llm, tmp_path):
     file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": [9, 8]}, {"prompt": ""}])
     problems: list[Problem] = []
     given = ["text", [1, 2], {"tokens": [3]}, file, Prompt("here", [4]), Problem("there", "broken"), {"tokens": [-1]}]
+    given.append(Path("n" * 300))
     found = [(tokens.tolist(), where) for tokens, where in tokenized(llm, given, problems)]
     assert [where for _, where in found] == ["prompt 1", "prompt 2", "prompt 3", f"{file}:1", "here"]
     assert [tokens for tokens, _ in found[1:]] == [[1, 2], [3], [9, 8], [4]]
-    assert [problem.where for problem in problems] == [f"{file}:2", "there", "prompt 7"]
+    assert [problem.where for problem in problems] == [f"{file}:2", "there", "prompt 7", "n" * 300]
 
 
 @pytest.mark.parametrize("prompts", ["one text", {"prompt": "one mapping"}])
