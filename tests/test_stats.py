@@ -1,5 +1,6 @@
 """What a store keeps of a context, as a type that is also text; and what its statistics count."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ def test_a_kind_reads_and_prints_as_its_value(kind):
 def test_the_documentation_of_stats_names_every_reason_that_is_counted():
     source = "".join(path.read_text() for path in Path(prefixstore.__file__).parent.rglob("*.py"))
     documented = {}
-    for field in re.findall(r"^    (\w.*(?:\n        .*)*)", Stats.__doc__ or "", re.MULTILINE):
+    for field in re.findall(r"^(\w.*(?:\n    .*)*)", inspect.getdoc(Stats) or "", re.MULTILINE):
         documented[field.split("\n")[0]] = set(re.findall(r'``"(\w+)"``', field))
     counted = {name: set(re.findall(rf'"{name}:(\w+)"', source)) for name in ("dropped", "miss", "unreadable")}
     assert documented["dropped"] == counted["dropped"] | {one.value for one in (*DropReason, *Missing, *Unknown)}

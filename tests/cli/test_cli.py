@@ -365,14 +365,18 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
     assert as_json("stats", store)[1]["pages"] == 0
 
 
-def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):
-    model, location = served
-    copy = str(tmp_path / "copy")
-    assert run("copy", location, copy)[0] == 0
-    before = as_json("stats", copy)[1]["pages"]
-    text = load(model).detokenize(prompt(30)).decode()
-    code, found = as_json("purge", copy, "--prefix", text, "--model", model)
-    assert (code, found["removed"]["pages"]) == (0, before)
+def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json):
+    model, kv = served[0], str(tmp_path / "kv")
+    llm = load(model)
+    with PrefixStore(kv, llm) as cache:
+        llm.set_cache(cache)
+        for text in (b"Alice asks for advice. ", b"Bob asks for advice. "):
+            answer(llm, llm.tokenize(text * 60), 1)
+    before = as_json("stats", kv)[1]["pages"]
+    code, found = as_json("purge", kv, "--prefix", "Alice asks", "--model", model)
+    assert (code, as_json("stats", kv)[1]["pages"]) == (0, before - found["removed"]["pages"])
+    assert 0 < found["removed"]["pages"] < before
+    assert as_json("purge", kv, "--prefix", "Alice asks", "--model", model)[0] == 1
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
