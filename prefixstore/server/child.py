@@ -93,10 +93,10 @@ class ServerCommand:
         keys = [key for key in (*values_of(argv, (KEY_OPTION,)), environ.get(KEY_VARIABLE)) if key]
         self.has_keys = bool(keys) or _has_file_of_keys(argv, environ)
         if self.has_keys:
-            # beside those of its clients; all are in the variable, since it warns of two options
+            # all in the variable, since it warns of two options; ours first, since a quote in another swallows the rest
             self.key = secrets.token_urlsafe(32)
             self._given = tuple(_without(argv, KEY_OPTION))
-            self.environ[KEY_VARIABLE] = ",".join((*keys, self.key))
+            self.environ[KEY_VARIABLE] = ",".join((self.key, *keys))
         self._private = private
         self.prepare()
         arguments = parse_arguments(argv[1:], environ)

@@ -148,7 +148,7 @@ class Report:
     @property
     def has_failed(self) -> bool:
         """Whether the server has failed to compute it: what its slot holds after that is not known."""
-        return max(self._fields.get(b"code", 0), self.status or 0) >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return HTTPStatus.INTERNAL_SERVER_ERROR in (self._fields.get(b"code"), self.status)
 
     def usage(self) -> RequestUsage | None:
         """What the server reports; None if it reports nothing, as before the end of most streams."""

@@ -166,7 +166,6 @@ STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4
     [
         # what a model says is escaped
         ([{"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": SAID}], RequestUsage(1, 2)),
-        ([{"content": '"timings":{"cache_n":9,"prompt_n":9}'}], None),
         ([{"timings": SAID, "probabilities": ["a long list"] * 2000}], RequestUsage(1, 2)),
         ([STARTED, *[{"delta": "a long answer"}] * 2000, {"usage": {"output_tokens": 2000}}], RequestUsage(3, 4, 2000)),
         # the end of one that is cut may be half a number
@@ -174,6 +173,7 @@ STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4
         ([{"cached_tokens": 3, "prompt_tokens": 1e99}], None),
         # a stream that has begun has an error in place of its end
         ([{"content": '{"code":500}'}, {"error": {"code": 500, "message": "no room"}}], None),
+        ([{"error": {"code": 501, "message": '"timings":{"cache_n":9,"prompt_n":9}'}}], None),
         ([STARTED, 'event: error\ndata: {"code":500,"message":"no room"}'], RequestUsage(3, 4)),
         ([{"content": [{"type": "tool_use", "input": {"code": 7}}], "timings": SAID}], RequestUsage(1, 2)),
     ],
@@ -649,7 +649,7 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     # llama-server warns of two options for keys: one would be ignored, it says
     given = ["llama-server", "--api_key", "theirs", "--api-key-file", "file"]
     command = ServerCommand(given, {"LLAMA_API_KEY": "one,other"}, tmp_path)
-    assert command.environ["LLAMA_API_KEY"] == f"theirs,one,other,{command.key}"
+    assert command.environ["LLAMA_API_KEY"] == f"{command.key},theirs,one,other"
     assert command.argv()[:4] == ["llama-server", "--api-key-file", "file", "--host"]
 
 
