@@ -84,8 +84,8 @@ def test_a_file_that_was_closed_is_not_verified_again(kv, monkeypatch):
     assert n_verified(monkeypatch, kv) == 0
 
 
-# also flags of a page, and the size of its first value: LMDB reads that, and goes wrong when it writes
-@pytest.mark.parametrize(("at_byte", "other"), [(16, b"\xfe\xff"), (11, b"\x80"), (0, b"\5")])
+# also flags of a page, the size of its first value, which LMDB reads, and goes wrong when it writes, and all rows
+@pytest.mark.parametrize(("at_byte", "other"), [(16, b"\xfe\xff"), (11, b"\x80"), (0, b"\5"), (16, bytes(4080))])
 @pytest.mark.parametrize("is_set_back", [False, True])
 def test_a_file_that_something_else_has_changed_is_verified_and_refused(kv, is_set_back, at_byte, other):
     before = (kv / "data.mdb").stat()

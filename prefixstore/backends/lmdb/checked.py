@@ -44,7 +44,7 @@ def damaged(path: Path, why: str) -> CorruptError:
 def require_sound(path: Path, snapshot: int | None = None) -> bool:
     """As `verify_file`, of a data file. Also raises `UnavailableError` if it cannot be read."""
     try:
-        return verify_file(path, snapshot)
+        return verify_file(path, snapshot, is_store=path.with_name(NOTE).exists())
     except CorruptError as error:
         raise damaged(path, str(error)) from error
     except OSError as error:

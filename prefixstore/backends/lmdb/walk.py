@@ -16,6 +16,7 @@ from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+from prefixstore.backends.refusals import foreign
 from prefixstore.errors import CorruptError
 
 # key and value of the row by which a store is known
@@ -34,12 +35,10 @@ SIZES = [1 << n for n in range(9, 17)]
 LARGEST_KEY, MOST_LEVELS = 511, 32
 
 
-def verify_file(path: Path, snapshot: int | None = None) -> bool:
+def verify_file(path: Path, snapshot: int | None = None, *, is_store: bool = False) -> bool:
     """Whether a file was read: all of it, or what an open transaction sees; False if that is not there any more.
 
-    What LMDB refuses by itself, and files of other applications, are not looked at.
-
-    Raises `CorruptError` if it is not as LMDB writes it.
+    Raises `CorruptError` if it is not as LMDB writes it; `IncompatibleError` if it may be of another application, too.
     """
     with path.open("rb", buffering=0) as file:
         try:
@@ -59,8 +58,9 @@ def verify_file(path: Path, snapshot: int | None = None) -> bool:
             _Pages(file, size, meta[-2] + 1).verify(meta[3:11], meta[11:19])
         except (CorruptError, struct.error, OverflowError, ValueError) as error:
             with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-                if data.find(b"".join(MAGIC)) >= 0:
-                    raise CorruptError(str(error)) from error
+                if not is_store and data.find(b"".join(MAGIC)) < 0:
+                    raise foreign(path.parent, "LMDB database, or a damaged one") from error
+            raise CorruptError(str(error)) from error
     return True
 
 
