@@ -15,7 +15,7 @@ from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.model import configured, open_model, tokens_of_prefix
+from prefixstore.cli.model import NO_SUCH_TEXT, configured, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, confirmed, listed, say, tell
 from prefixstore.config import explain_settings
 from prefixstore.engine.delete import Removed
@@ -320,9 +320,7 @@ def purge(
             return FAILED
         problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
         if tokens is not None and not removed.pages:
-            problems.append(
-                "no page begins with this text as this model reads it; pages of other models are not searched"
-            )
+            problems.append(NO_SUCH_TEXT)
         left = archive.unmatched(salt)
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages

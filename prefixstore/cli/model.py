@@ -42,6 +42,8 @@ def silence_llama() -> None:
 
 # -- texts ------------------------------------------------------------------------------------------------------------
 
+NO_SUCH_TEXT = "no page begins with this text as this model reads it; pages of other models are not searched"
+
 
 def text_of_tokens(model: Path | None) -> Words | None:
     """The text of tokens, by the vocabulary of a model; None without one."""

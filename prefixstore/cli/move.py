@@ -15,7 +15,7 @@ from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import chosen_namespaces
-from prefixstore.cli.model import tokens_of_prefix
+from prefixstore.cli.model import NO_SUCH_TEXT, tokens_of_prefix
 from prefixstore.cli.named_files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.engine.page import Page
@@ -42,7 +42,7 @@ def export(
 
     On a terminal it asks before it replaces an export; otherwise that needs --yes. A file that is not an export is
     never replaced. The file of an encrypted store is encrypted, too, under its newest key. Exit code 1: damaged pages
-    were left out, nothing was replaced, or there is no such tenant.
+    were left out, nothing was replaced, or there is no such tenant or text.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
@@ -55,9 +55,11 @@ def export(
         namespaces = chosen_namespaces(archive, namespace, salt)
         if namespaces is not None and not namespaces:
             return FAILED
-        keys = None
-        if prefix is not None or page is not None:
-            keys = archive.select(namespaces=namespaces, tokens=tokens, page=page)
+        is_part = prefix is not None or page is not None
+        keys = archive.select(namespaces=namespaces, tokens=tokens, page=page) if is_part else None
+        if is_part and not keys:
+            say(NO_SUCH_TEXT)
+            return FAILED
         exists = out != STANDARD and is_replaced(Path(out), (MAGIC, ENCRYPTED))
         if dry_run:
             note = ", which would be replaced" if exists else ""
@@ -71,8 +73,7 @@ def export(
 
 def _planned(done: str, archive: Archive, target: str, pages: list[Page], note: str = "") -> Result:
     """What would be exported or copied."""
-    size = sum(page.stored_bytes for page in pages)
-    name = "file" if done == "exported" else "target"
+    size, name = sum(page.stored_bytes for page in pages), "file" if done == "exported" else "target"
     return Result(
         {"location": archive.location, name: target, "pages": len(pages), "bytes": size, "dry_run": True},
         f"{counted(len(pages), 'page')}, {format_bytes(size)}, "
@@ -155,8 +156,7 @@ def copy(
         wanted = chosen_namespaces(archive, namespace, salt)
         if dry_run:
             return _planned("copied", archive, without_password(target), chosen(archive, wanted))
-        used = archive.used().bytes
-        size = budget or max(2 * used, DEFAULT_BYTES)
+        size = budget or max(2 * archive.used().bytes, DEFAULT_BYTES)
         with Archive(target, max_bytes=size, create=True, key=to_key) as other:
             if archive.keys is not None and other.keys is None:
                 say(f"note: {archive.location} is encrypted, and {other.location} is not")

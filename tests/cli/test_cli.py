@@ -365,18 +365,18 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
     assert as_json("stats", store)[1]["pages"] == 0
 
 
-def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json):
+def test_a_conversation_is_purged_by_its_text(served, tmp_path, run, as_json):
     model, kv = served[0], str(tmp_path / "kv")
-    llm = load(model)
+    llm, asked = load(model), ("--prefix", "Alice asks", "--model", model)
     with PrefixStore(kv, llm) as cache:
         llm.set_cache(cache)
         for text in (b"Alice asks for advice. ", b"Bob asks for advice. "):
             answer(llm, llm.tokenize(text * 60), 1)
     before = as_json("stats", kv)[1]["pages"]
-    code, found = as_json("purge", kv, "--prefix", "Alice asks", "--model", model)
+    code, found = as_json("purge", kv, *asked)
     assert (code, as_json("stats", kv)[1]["pages"]) == (0, before - found["removed"]["pages"])
     assert 0 < found["removed"]["pages"] < before
-    assert as_json("purge", kv, "--prefix", "Alice asks", "--model", model)[0] == 1
+    assert run("purge", kv, *asked)[0] == run("export", kv, "--out", tmp_path / "f", *asked)[0] == 1
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
