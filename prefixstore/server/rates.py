@@ -24,10 +24,10 @@ MAX_SLOWDOWN = 1.0
 HOPE = 0.98
 # What an answer may say of its prompt: at its end, and that of /v1/messages at the beginning of a stream. Quotes inside
 # of a JSON text are escaped, so that this matches fields of the server and nothing that a model says. An object that
-# begins with a code is an error, which a stream that has begun may have in place of its end.
+# begins with a code and a message is an error, which a stream that has begun may have in place of its end.
 FIELD = re.compile(
     rb'"((?:cache|prompt|predicted)_n|prompt_ms|(?:cache_read_input|input|output|prompt|cached|completion)_tokens|'
-    rb'(?<=\{")code)"\s*:\s*([0-9.eE+-]+)(?=[,}\s])'
+    rb'(?<=\{")code(?="\s*:\s*\d+,\s*"message"))"\s*:\s*([0-9.eE+-]+)(?=[,}\s])'
 )
 LONGEST_FIELD = 80
 # a client may have numbers repeated that no count is

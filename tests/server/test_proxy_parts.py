@@ -175,7 +175,7 @@ STARTED = {"message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 4
         ([{"content": '{"code":500}'}, {"error": {"code": 500, "message": "no room"}}], None),
         ([{"error": {"code": 501, "message": '"timings":{"cache_n":9,"prompt_n":9}'}}], None),
         ([STARTED, 'event: error\ndata: {"code":500,"message":"no room"}'], RequestUsage(3, 4)),
-        ([{"content": [{"type": "tool_use", "input": {"code": 7}}], "timings": SAID}], RequestUsage(1, 2)),
+        ([{"content": [{"type": "tool_use", "input": {"code": 500}}], "timings": SAID}], RequestUsage(1, 2)),
     ],
 )
 def test_what_the_server_says_of_a_prompt_is_found_wherever_it_stands(parts: list[Any], usage: RequestUsage | None):
