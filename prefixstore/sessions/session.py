@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
@@ -182,8 +182,8 @@ class Session:
         if is_new:
             self._owner.restore(as_tokens(given))
         stream: Stream = self._streamed(llm.generate(given, **options))
-        # each step after the first evaluates the token before it, and those that are sent
-        stream.before_step = lambda sent: self._check_room(llm.n_tokens + 1 + len(sent or ()))
+        # each step after the first evaluates the token before it
+        stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
         return stream
 
     @_call
@@ -309,29 +309,24 @@ class Stream(Iterator[Any]):
 
     Attributes
     ----------
-    before_step
-        Called before each step but the first, with what is sent.
+    before_next
+        Called before each step but the first.
     """
 
     def __init__(self, session: Session, inner: Iterator[Any]) -> None:
         self._session, self._inner = session, inner
         self._has_begun = False
-        self.before_step: Callable[[Any], object] = lambda _: None
+        self.before_next: Callable[[], object] = lambda: None
 
     def __next__(self) -> Any:
-        return self.send(None)
+        return self._session.using(self._next)
 
-    def send(self, value: Any) -> Any:
-        """As a generator's: the next one, after `value` was passed in."""
-        return self._session.using(partial(self._step, value))
-
-    def _step(self, value: Any) -> Any:
-        inner: Any = self._inner
+    def _next(self) -> Any:
         try:
             if self._has_begun:
-                self.before_step(value)
+                self.before_next()
             self._has_begun = True
-            return next(inner) if value is None else inner.send(value)
+            return next(self._inner)
         except BaseException:  # it is exhausted, or has failed
             self._session.forget(self)
             raise
