@@ -41,6 +41,9 @@ def verify_file(path: Path, snapshot: int | None = None, *, is_store: bool = Fal
     Raises `CorruptError` if it is not as LMDB writes it; `IncompatibleError` if it may be of another application, too.
     """
     with path.open("rb", buffering=0) as file:
+        if not os.fstat(file.fileno()).st_size:
+            # LMDB would begin a new one
+            raise CorruptError("it is empty")
         try:
             first = _read(file, META.size, 0).ljust(META.size, b"\0")
             size = META.unpack(first)[3]
