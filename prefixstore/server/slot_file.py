@@ -130,9 +130,7 @@ def _unpacked(words: Tokens) -> Tokens:
     """The tokens between their head and their end, which has what images and sound there are."""
     n = int(words[2])
     _check_version("the tokens of slot files in", int(words[1]), PACKED_VERSION)
-    if not 0 <= n <= len(words) - 4:
-        raise CorruptError("the tokens of a slot file have an unknown layout")
-    if not words[3 + n] and n != len(words) - 4:
+    if not 0 <= n <= len(words) - 4 or (not words[3 + n] and n != len(words) - 4):
         raise CorruptError("the tokens of a slot file have an unknown layout")
     return words[3 : 3 + n]
 

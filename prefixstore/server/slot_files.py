@@ -50,10 +50,10 @@ STALE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored into a slot, and the bytes of its file; no tokens if nothing could be used: it was left alone.
+    """What was restored into a slot, and the bytes of its file; without tokens, the slot was left as it was.
 
-    `seconds` is all that it took, and `saved_seconds` by how much that was faster than computing the tokens, by the
-    rate at which they were computed; below zero if it was slower, or if the rate is not known. `reason` is why nothing
+    `seconds` is all that it took, and `saved_seconds` by how much that was faster than computing the tokens at the
+    rate at which they were computed: negative if it was slower, or if the rate is not known. `reason` is why nothing
     could be used: see `miss_reason`; ``"unreadable"``, or why nothing is ever stored.
     """
 
@@ -283,7 +283,7 @@ class SlotDirectory:
         """
         try:
             slots = [slot for slot in server.slots() if not slot.is_processing]
-            # those that hold little first, then those of which it is not known
+            # those that hold little first, and last those that hold nothing, or do not say what
             order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
         except ServerRefusedError:
             order = list(range(server.props().n_slots))
@@ -303,7 +303,7 @@ class SlotDirectory:
                         if file.layout is not None:
                             return file
             finally:
-                # what is left then is of nobody
+                # these tokens are nobody's prompt
                 with suppress(ServerError):
                     server.erase(slot)
         raise ServerBusyError(f"no slot of {server.url} is idle")

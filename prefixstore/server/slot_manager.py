@@ -1,6 +1,6 @@
 """All that is done with the slots of a server: taken by requests, saved, emptied and filled before, saved after.
 
-``docs/servers.md`` draws the states of a slot. Its record is changed here only, in the event loop, which is the lock;
+``docs/servers.md`` draws the states of a slot. Its record is changed in the event loop only, which serves as the lock;
 the store and the server's slots are accessed in threads. A slot is *busy* from before anything is done to it for a
 request until the answer has ended. Requests get a slot about in the order in which they came. Any failure of the store
 or of a slot is a miss: the request is computed as if there were no store.
@@ -37,7 +37,7 @@ WORTH_A_LOOKUP = 32
 MAX_COPIES = 2
 # Names of the work, for the log.
 WORK = {"find": "a lookup", "restore": "restoring a slot", "save": "saving a slot", "erase": "emptying a slot"}
-# Each does one thing to one slot, or asks the store; they are made as they are needed.
+# Each thread does one thing to one slot, or asks the store; threads are started as they are needed.
 MOST_THREADS = 32
 # How long the last saves wait for slots that are still busy.
 GIVEN_BACK_SECONDS = 5.0
@@ -81,7 +81,7 @@ class SlotManager:
         self._saver = asyncio.create_task(self.save_when_idle())
 
     def forget(self) -> None:
-        """Note that the server has unloaded its model, and with it what the slots hold that nobody uses."""
+        """Note that the server has unloaded its model: slots that no request has are empty now."""
         for slot in self.pool.idle():
             slot.emptied()
 
@@ -133,7 +133,7 @@ class SlotManager:
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
         if usable := self.pool.idle(wanted):
-            # one that has to wait asks when it has its slot: by then there is more in the store
+            # a request that has to wait asks when it has its slot: by then the store may have more
             await self._find(claim, usable)
         await self._wait_for_slot(claim)
         slot = claim.slot = self.pool.cheapest(claim)
@@ -157,11 +157,11 @@ class SlotManager:
         if not pool.idle(claim.wanted):
             if pool.n_waiting >= self._max_waiting:
                 raise RefusedError("too many requests wait for a slot", 503)
-            # by then there may be more in the store
+            # the store is asked again when it has its slot
             claim.found = NOT_ASKED
             pool.n_waiting += 1
             try:
-                # who waits longest is woken first
+                # the one that has waited longest is woken first
                 while not (self._is_closed or pool.idle(claim.wanted)):
                     self._changed.clear()
                     await self._changed.wait()
@@ -232,7 +232,7 @@ class SlotManager:
         slot, claim.reason = claim.slot, None
         await _saved(slot)
         await self._make_room(claim)
-        # it may be another one than those that could be had before
+        # the slot may be none of those that were idle before
         await self._find(claim, [slot])
         plan, found = self.pool.weigh(slot, claim), claim.found
         if claim.asks and len(claim.tokens) >= slot.n_ctx:
@@ -336,7 +336,7 @@ class SlotManager:
             n_new = WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
             # the last token is computed with the next one
             n_answer = WORTH_A_SAVE if usage is None else max(usage.generated_tokens - 1, 0)
-            # the end of a prompt that was worth stops is worth one more
+            # a prompt in which the server has stopped to be copied is worth a save at its end, too
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new, n_answer)
             slot.doubt(claim.leaves)
             self.pool.outgrown(slot)
@@ -386,7 +386,7 @@ class SlotManager:
         if copied is None:
             slot.not_saved()
             return False
-        # of those with images it is known only what comes before them
+        # of a slot with images, only the tokens before the first one are known
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
         slot.filled(tokens, owner)
         self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
@@ -402,7 +402,7 @@ class SlotManager:
                 self.n_saves += 1
 
     async def _save_each(self) -> None:
-        # requests that were cut give their slots back just now
+        # requests that were cut off may be about to give their slots back
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.given_back(), GIVEN_BACK_SECONDS)
         for slot in self.pool.slots:

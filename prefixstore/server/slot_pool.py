@@ -1,4 +1,4 @@
-"""What is known of the slots of a server, one record for each, and what is decided by it; `SlotManager` does it.
+"""What is known of the slots of a server, one record for each, and what to do with them; `SlotManager` does it.
 
 A request gets the slot that costs least time, and a slot is saved when that costs least.
 """
@@ -15,7 +15,7 @@ from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates, RequestUsage
 from prefixstore.server.slot_files import Restored
 
-# of a prompt for which the store was not asked
+# what the store has of a prompt for which it was not asked
 NOT_ASKED = Restored()
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
@@ -24,13 +24,13 @@ RETRY_SECONDS = 10.0
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
 # When slots are saved, in seconds: how long one must be idle; how long it waits for a moment at which the server does
-# nothing else, after which it is saved while other slots answer, but never while a request waits; and what takes no
-# longer to compute is saved in idle time only.
+# nothing else, after which it is saved while other slots answer, but never while a request waits; and what can be
+# computed again within `SOON` is saved in idle time only.
 DEBOUNCE = 0.25
 PATIENCE = 10.0
 SOON = 0.25
-# While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
-# as long.
+# While requests wait for a slot, one is copied before it is given away only if computing its contents again would
+# take so many times as long.
 WORTH_WAITING = 8.0
 
 
@@ -60,12 +60,12 @@ class PoolSlot:
     rows: Rows = Rows.CLEAN
     # a request has it
     is_busy: bool = False
-    # a save while none had it: who takes it waits for that
+    # a save begun while no request had it: a request that takes it waits for the end of that
     saving: asyncio.Future[bool] | None = None
-    # those of the answer to them that it holds, which are not known, and those of the prompt that is computed
+    # how many tokens of an answer follow `tokens`, which are not known; the length of the prompt that is being computed
     n_answer: int = 0
     n_computing: int = 0
-    # tokens that entered it since it was saved, and when the first of them did
+    # how many tokens entered it since it was saved, and when the first of them did
     n_unsaved: int = 0
     unsaved_since: float = 0.0
     # when it may be saved again, after that has failed
@@ -87,12 +87,12 @@ class PoolSlot:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it holds what can be stored, and is not."""
+        """Whether it holds unsaved tokens that can be stored."""
         return self.n_unsaved > 0 and self.is_clean
 
     @property
     def is_worth_saving(self) -> bool:
-        """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
+        """Whether it holds so many unsaved tokens that all slots may wait for a save."""
         return self.n_unsaved >= WORTH_A_SAVE and self.is_clean
 
     def must_empty(self, *, trusts: bool) -> bool:
@@ -150,18 +150,18 @@ class Claim:
     n_restored: int = 0
     # tokens of the prompt that the slot is believed to hold when the request is sent: the last one is always computed
     n_reused: int = 0
-    # those that were computed ahead of the request itself
+    # how many tokens were computed ahead of the request itself
     n_ahead: int = 0
     # None if nothing was to be restored, or the store was not asked
     restored_seconds: float | None = None
     lookup_seconds: float | None = None
-    # by which the restore was faster than computing the tokens
+    # by how much the restore was faster than computing the tokens
     saved_seconds: float = 0.0
     # why nothing was restored; None if something was, or nothing was needed
     reason: str | None = None
-    # nothing that the slot holds may be used: it should have been emptied, and that has failed
+    # whether nothing that the slot holds may be used, because it could not be emptied
     must_compute: bool = False
-    # whose rows the slot has after that
+    # whose rows the slot has after the request
     leaves: Rows = Rows.CLEAN
 
     @property
@@ -187,13 +187,13 @@ class Plan:
 
     # the tokens of the prompt that it is believed to hold
     n_live: int
-    # those that the server can certainly use: all, unless it would have to step back to a state that it may not have
+    # how many of these it can certainly use: all, unless it would have to step back to a state that it may not have
     n_usable: int
     n_lost: int
     restore: bool
-    # it loses what is not stored, and the request waits until that is saved
+    # whether the request waits until what the slot would lose is saved
     save_first: bool
-    # for another tenant, or since its rows are not clean
+    # because it holds tokens of another tenant, or its rows are not clean
     erase_first: bool
 
 
@@ -243,7 +243,7 @@ class SlotPool:
         return Plan(n_live, n_usable, n_lost, restore, n_lost > 0 and self.would_save(slot), must_erase)
 
     def cost(self, slot: PoolSlot, claim: Claim) -> tuple[float, float]:
-        """The seconds that a slot costs this request and later ones; of equal ones that used longest ago is cheaper."""
+        """The seconds that a slot costs this request and later ones; then its last use: it decides among equals."""
         rates, plan = self.rates, self.weigh(slot, claim)
         kept = claim.found.n_tokens if plan.restore else plan.n_live
         if kept < WORTH_KEEPING:
@@ -254,7 +254,7 @@ class SlotPool:
             seconds += rates.restoring(claim.found.n_bytes)
         if plan.save_first or slot.saving is not None:
             seconds += rates.saving(len(slot.tokens))
-        # who comes back to what is lost here waits for a restore, or for the computing of what was not saved
+        # a later request for what is lost here waits for a restore, or until what was not saved is computed again
         n_unsaved = min(plan.n_lost, slot.n_unsaved) if slot.is_dirty and not plan.save_first else 0
         seconds += 0.5 * (rates.restoring((plan.n_lost - n_unsaved) * rates.token_bytes) + rates.computing(n_unsaved))
         return round(seconds, 4), slot.used

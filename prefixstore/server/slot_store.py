@@ -41,7 +41,7 @@ ADVICE = (
     "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server, "
     "with the same settings."
 )
-# of tenants, whose number nothing bounds
+# how many tenants' places are kept: nothing bounds the number of tenants
 MOST_PLACES = 1024
 
 
@@ -66,8 +66,8 @@ class SlotStore:
     store, rate
         The store; how fast the server computes, to be reported with ``rate.computed(n_tokens, seconds)``.
     reason, why
-        Why nothing is stored of this server; None if something is. That of the identity, or ``"version"`` (its slot
-        files have a version that is not known). The same in words; empty if there is nothing to add.
+        Why nothing is stored of this server: the reason of the identity, or ``"version"`` (its slot files have an
+        unknown version); None if something is stored. And an explanation for users; may be empty.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class SlotStore:
 
     Notes
     -----
-    A slot's file of this server tells what its states look like, so one is saved when the store is opened. If no slot
+    A slot's file tells what the states of this server look like, so one is saved when the store is opened. If no slot
     holds anything, a free one evaluates two tokens for it, and is erased.
     """
 
@@ -100,9 +100,9 @@ class SlotStore:
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
-        # of its slot files; None if nothing is stored
+        # what its slot files have in common; None if nothing is stored
         self.layout: SlotLayout | None = None
-        # how its slots are found; they are written in the last way
+        # in what ways its slots may be stored: all are searched, and the last one is written
         self.ways: tuple[Way, ...] = ()
         # where the pages of a tenant are
         self.place = lru_cache(MOST_PLACES)(self._place)
@@ -165,7 +165,7 @@ class SlotStore:
         """How many tokens a slot must hold for it to be stored."""
         form = self.ways[-1].form
         window = form.window if form.shape is not None and form.shape.recurrent is None else None
-        # of a window that has not been left, the server would compute all again
+        # the server computes all again if no token has left the window
         return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
     def namespace(self, salt: str | None = None) -> Namespace | None:
@@ -314,7 +314,7 @@ class SlotStore:
         return saved
 
     def _check_slot(self, slot: int) -> None:
-        """The server takes any number, and counts around: another slot would be meant."""
+        """The server takes any number modulo its slots, so a wrong one would mean another slot."""
         n_slots = self.identity.props.n_slots
         if isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < n_slots:
             raise InvalidParameterError(
