@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prefixstore.engine.page_view import Used
 
-# of `max_bytes`: as much may one note take
+# the share of `max_bytes` that one note may take
 PART_FOR_A_NOTE = 1 / 256
 # shares of `max_bytes`: above the first, new pages are packed, until no more than the second is in use
 HIGH_WATER, LOW_WATER = 0.95, 0.9

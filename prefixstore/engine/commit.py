@@ -1,7 +1,7 @@
 """Commits pending pages, captured or imported, in one transaction and within the budget.
 
-This is the last step of the path of a page. Crash safety depends on the order of the steps in `Committer._write`. A
-`Batch` writes the pages themselves: parents first, each if there is space for it.
+Crash safety depends on the order of the steps in `Committer._write`. A `Batch` writes the pages themselves: parents
+first, each if there is space for it.
 """
 
 from __future__ import annotations

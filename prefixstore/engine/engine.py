@@ -1,6 +1,6 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> lookups            fetching -> fetch (backend, codec)
+read:   match, match_snapshot -> lookups            fetching -> fetch -> source (backend, codec)
 write:  write_queue.submit -> catalog (pending), write_queue -> (thread) commit (codec, budget, backend)
 
 Callers use its parts directly for what one of them does alone: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
@@ -72,7 +72,7 @@ class Engine:
     Attributes
     ----------
     tap
-        Listens to lookups, uses and captures; None for no listener.
+        Listens to lookups, uses and captures; may be None.
     token_seconds
         How long computing a token takes, as last measured; None if unknown.
     """
@@ -204,7 +204,7 @@ class Engine:
             If the location cannot be read; while the circuit is open, at once.
         """
         path = self._found(lambda lookups: lookups.longest(namespace, tokens, page_tokens), len(tokens))
-        return self._told(namespace, tokens, page_tokens, path)
+        return self._tell_lookup(namespace, tokens, page_tokens, path)
 
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
@@ -218,13 +218,13 @@ class Engine:
             lambda lookups: lookups.deepest_snapshot(namespace, tokens, page_tokens, limit, multiple_of),
             most - most % multiple_of,
         )
-        return self._told(namespace, tokens, page_tokens, path)
+        return self._tell_lookup(namespace, tokens, page_tokens, path)
 
     def _found(self, ask: Callable[[Lookups], Path], most: int) -> Path:
         """The result of a lookup that can find `most` tokens."""
         return ask(self.lookups)
 
-    def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
+    def _tell_lookup(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
         if self.tap is not None:
             self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
         return path

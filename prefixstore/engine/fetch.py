@@ -145,7 +145,7 @@ class States(Lent, Iterator[memoryview]):
                 self._readers[-1].fetcher.give_up(self._refused, error)
             raise StopIteration
         page = reader.pages[reader.n_given]
-        given = self._come(reader, page)
+        given = self._next_given(reader, page)
         if given.state is None:
             self._end(reader, page, given.error)
             raise StopIteration
@@ -164,8 +164,8 @@ class States(Lent, Iterator[memoryview]):
                 self._end(reader, given.page, error)
         return self.n_verified
 
-    def _come(self, reader: SourceReader, page: Page) -> Given:
-        """What its reader has for the next page; without a state if that cannot be used."""
+    def _next_given(self, reader: SourceReader, page: Page) -> Given:
+        """What the reader gives for its next page; without a state if there is none that can be used."""
         if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
             return Given(page, error=LateError(SLOWER))
         found = self._wait(reader, page, reader.slots[reader.n_given])
@@ -174,12 +174,12 @@ class States(Lent, Iterator[memoryview]):
             return given
         return Given(page, error=given.misshapen())
 
-    def _wait(self, reader: SourceReader, page: Page, said: SimpleQueue[T]) -> T | LateError:
+    def _wait(self, reader: SourceReader, page: Page, queue: SimpleQueue[T]) -> T | LateError:
         """What the thread puts into a queue for a page, or an error if that is late."""
         for seconds in self._patience(reader):
             with suppress(Empty):
                 # what has arrived is used, however late it is
-                return said.get(timeout=min(max(seconds, 0.001), TIMEOUT_MAX))
+                return queue.get(timeout=min(max(seconds, 0.001), TIMEOUT_MAX))
         reader.is_left = True
         if reader.fetcher.is_local:
             reader.fetcher.breaker.hangs(page)

@@ -81,7 +81,7 @@ class Located:
     n_stored
         How many of them are stored; the others are pending.
     beside
-        Children of the last one; among them is the child that shares most tokens with the rest of the prompt.
+        Children of the last page; among them is the one that shares most tokens with the rest of the prompt.
     snapshots
         The snapshots after the namespace, and after each of these pages.
     collision

@@ -93,8 +93,8 @@ class Lookups(Part):
     ) -> list[tuple[int, int]]:
         """First position and boundary of each page of a sequence that is to be captured.
 
-        With `tail`, the tokens after the last full page are one, too. If the location cannot be read, these are all
-        pages that are not pending.
+        With `tail`, the tokens after the last full page count as one. If the location cannot be read, all pages that
+        are not pending are returned.
 
         Raises
         ------
@@ -146,9 +146,9 @@ class Lookups(Part):
     ) -> Located:
         """What is stored or pending of a prompt, to the token; with `snapshots` also the snapshots along it.
 
-        That takes a server mostly three round trips: the records of all full pages, whose keys follow from the tokens,
-        the child rows after the last of them, and the records of these. `waiting` was read before the view was opened;
-        without a view, in a location that cannot be read, only pending pages are found.
+        A server is mostly asked three times: for the records of all full pages, whose keys follow from the tokens, for
+        the child rows after the last of them, and for the records of these. `waiting` was read before the view was
+        opened; without a view, in a location that cannot be read, only pending pages are found.
         """
         found, with_uses = Located(prompt), self._catalog.with_uses
         entries = view.leading(prompt.keys, waiting.damaged) if view is not None and prompt.keys else []

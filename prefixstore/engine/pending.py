@@ -148,7 +148,7 @@ class PendingPage:
 
 
 class Damage(NamedTuple):
-    """When a damaged page was created, 0 if unknown; or a useless one, which fits no context though it is intact."""
+    """When a damaged page was created, 0 if unknown; and whether it is useless: intact, but fits no context."""
 
     created: int
     is_useless: bool = False

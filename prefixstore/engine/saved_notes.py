@@ -25,12 +25,12 @@ log = logging.getLogger("prefixstore")
 
 # what the policy has learned is saved after so many seconds at the earliest, and after so many lookups
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
-# figures are saved after so many seconds at the earliest; they have a row for each so many bytes of the budget, at most
-# this many
+# figures are saved after so many seconds at the earliest; they have at most one row for so many bytes of the budget,
+# and no more than `MOST_ROWS`
 FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
 # how many seconds to wait while another thread saves figures
 PATIENCE = 1.0
-# this note has the name of the eviction policy
+# the note with the name of the eviction policy
 POLICY_NOTE = b"policy"
 
 

@@ -56,7 +56,7 @@ Keep: TypeAlias = Callable[[Page, memoryview], None]
 """Copies a verified state for later, in the thread that reads it, while the caller may read it as well."""
 
 Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
-"""What reads, consecutive pages, and what keeps the states that were accepted, or that came too late."""
+"""A fetcher, the consecutive pages it reads, and what keeps states that were accepted, or that came too late."""
 
 SLOWER = "the location is slower than computing"
 
@@ -80,7 +80,7 @@ class Given:
     check: Callable[[], None] | None = None
     # receives the outcome of `check`, once the state is accepted
     checked: SimpleQueue[Exception | None] = field(default_factory=SimpleQueue)
-    # whether the thread found that it can be used; else the caller looks
+    # whether the thread has found that the state can be used; if not, the caller looks
     is_looked_at: bool = False
     # why there is no state
     error: Exception | None = None
@@ -315,7 +315,7 @@ class SourceReader:
                 log.warning("a fetched page was not kept: %s", error, exc_info=unexpected)
 
 
-# what is logged and counted of a page that cannot be used: of the first type that its error has
+# what is logged and counted if a page cannot be used, by the first of these types that its error has
 UNREADABLE = (
     (CorruptError, "a damaged page will be deleted", "unreadable:corrupt"),
     (ShapeError, "a page was not used", "unreadable:shape"),
