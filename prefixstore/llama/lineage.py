@@ -20,7 +20,7 @@ class Unknown(str, Enum):
     CHANGED = "changed"
     """Something other than the store reached the context."""
     INTERRUPTED = "interrupted"
-    """An evaluation, a load or a restore did not come to its end."""
+    """An evaluation, a load or a restore did not complete."""
     BYPASSED = "bypassed"
     """Something was evaluated in a block of `PrefixStore.bypass`; nothing of it may be stored."""
     STEPPED_BACK = "stepped_back"

@@ -157,7 +157,7 @@ class PagedMemory(ContextMemory):
             self._give_back(mem)
 
     def _copy_rows(self, start: int, end: int, plain: StateShape | None, acquire: Acquire) -> PooledBuffer | Missing:
-        """Copy the rows of these positions: beside the other cells if they are `plain`, else alone, inside `_lent`."""
+        """Copy the rows of these positions: beside the other cells if a `plain` shape is given, else alone."""
         ctx, mem = self._pointers()
         if plain is None:
             return self._copy_alone(mem, start, end, acquire)

@@ -84,8 +84,8 @@ class Restore:
     rate
         How fast tokens are computed.
     largest
-        The most bytes that a page or a snapshot can have. To be given if nothing but the window is known of the form,
-        which is then read from the snapshot and its pages.
+        The most bytes that a page or a snapshot can have; needed if only the window of the form is known. The rest of
+        it is then read from the snapshot and its pages.
     seen
         How many rows of its window a state joined from pages gets; None for all.
     hides

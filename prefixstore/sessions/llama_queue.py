@@ -15,12 +15,12 @@ from typing import TypeVar
 from prefixstore.errors import MisuseError
 
 T = TypeVar("T")
-# Seconds between two looks of a ticket that waits: nobody tells it if the one before it was garbage-collected.
+# Seconds between two looks of a waiting ticket: nothing tells it that the one before it was garbage-collected.
 LOOK = 1.0
 
 
 class Ticket:
-    """The place of a thread or task in the queue, which only its owner keeps alive: once it is collected, it is free.
+    """The place of a thread or task in the queue. Only its owner keeps it alive: once collected, the place is free.
 
     Attributes
     ----------

@@ -105,7 +105,7 @@ class Session:
 
     @property
     def last(self) -> LastPrompt | None:
-        """How the last prompt of this lease was served, as `PrefixStore.last`; before the first, its own tokens."""
+        """How the last prompt of this lease was served, as `PrefixStore.last`; before it, how the session resumed."""
         meter = self._hook.context.prompt
         self.check()
         return meter.record()
@@ -332,7 +332,7 @@ class Stream(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """End it before it is exhausted."""
+        """End the stream before it is exhausted."""
         if not self._session.is_over:
             with suppress(StaleLeaseError):
                 self._session.using(self.abandon, needs_store=False)

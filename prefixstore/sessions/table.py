@@ -48,7 +48,7 @@ class Turn:
     entry
         The session.
     ticket
-        Its place in the queue, as long as anybody can end it.
+        Its place in the queue; collected once nobody is left to end the turn.
     cache, n_evaluated
         The cache of the ``Llama`` before, and how many tokens it had evaluated.
     """
