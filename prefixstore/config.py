@@ -202,8 +202,7 @@ class Config:
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Read the settings in a TOML file; relative paths in it are relative to its folder.
 
-    The environment variables ``PREFIXSTORE_LOCATION`` and ``PREFIXSTORE_KEY`` go before the location and the key in the
-    file.
+    The environment variables ``PREFIXSTORE_LOCATION`` and ``PREFIXSTORE_KEY`` override the location and the key in it.
 
     Raises
     ------
@@ -308,7 +307,7 @@ def explain_settings(namespace: Namespace, stored: Iterable[Namespace], names: M
     stored
         The namespaces in the store.
     names
-        Those of models; see `History`.
+        Names of models, by the digits of their digests; see `History`.
 
     Returns
     -------

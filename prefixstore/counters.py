@@ -80,7 +80,7 @@ class Histogram:
 
     # the upper ones, rising
     bounds: tuple[float, ...]
-    # of the values between each bound and the one before it; the last one is of those above all bounds
+    # how many values are between each bound and the one before it; the last number is of those above all bounds
     counts: tuple[int, ...]
     total: float = 0.0
 
@@ -97,8 +97,8 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total + max(value, 0.0))
 
 
-# What is kept in a location by day and namespace: counts of prompts (all misses, and their most frequent reasons), and
-# counts of pages.
+# What is kept in a location by day and namespace: counts of prompts (all misses, and the most frequent reasons), and of
+# pages.
 OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
 OF_PROMPTS |= {"misses_not_found", "misses_diverged", "misses_evicted"}
 OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})

@@ -102,7 +102,7 @@ def _open_far(
         log.warning("the far location is tried again later: %s", error)
         backend = Pages(None, without_password(text_of(location)), open_it)
     if backend.location == near != "memory:":
-        # written in two ways
+        # one location, whose URL was written in two ways
         backend.close()
         raise InvalidParameterError(f"{near} cannot be in front of itself")
     return FarEngine(

@@ -127,13 +127,13 @@ class Stats:
     misses
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"diverged"`` (fewer than `min_tokens`
         tokens begin as something stored does), ``"evicted"`` (the first page was, by this process), ``"short"`` (the
-        prompt has fewer than `min_tokens` tokens, or too few to ask the store of a server), ``"slow"`` (computing is
-        faster), ``"unreadable"`` (see there; late), ``"unavailable"`` (the location failed), ``"not_live"`` (the slot
-        of a server was believed to hold the prompt),
+        prompt has fewer than `min_tokens` tokens; in a server, too few to ask the store), ``"slow"`` (computing is
+        faster), ``"unreadable"`` (what was found could not be used: see `unreadable`; or was late), ``"unavailable"``
+        (the location failed), ``"not_live"`` (the slot of a server was believed to hold the prompt),
         ``"bypassed"`` (inside `PrefixStore.bypass`), ``"logprobs"`` (the request needs the logits of the prompt),
         ``"multimodal"`` (images are not in the tokens), ``"streams"`` (states of this context cannot be stored),
-        ``"loaded_state"``, ``"changed"`` (the context held more of the prompt
-        than the store, through a state or a change with unknown tokens; it was used, and nothing is stored after it),
+        ``"loaded_state"``, ``"changed"`` (the context held more of the prompt than the store, through a state or a
+        change with unknown tokens; it was used, and nothing is stored after it),
         ``"sequence_in_use"`` (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the
         ``Llama`` has a different context from when the store was attached), ``"closed"`` (the ``Llama`` is),
         ``"not_attached"`` (the ``Llama`` could not be attached when it asked: the log says why), ``"error"``.
