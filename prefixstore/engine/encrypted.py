@@ -38,7 +38,7 @@ from prefixstore.format.record import Buffer
 
 log = logging.getLogger("prefixstore")
 
-# what stands for a part of a key; for a short one, such as a token, fewer bytes are enough
+# bytes of the hash that stands for a part of a key; for a short part, such as a token, fewer are enough
 HASH_BYTES = 16
 # what is encrypted of a row: the tenant that owns it, the length of its key, that key, and the value
 OWNER = struct.Struct(f"<{TENANT_BYTES}sH")
@@ -46,14 +46,14 @@ NOBODY = bytes(TENANT_BYTES)
 # By how much a row is longer, with a key of 32 tokens; hardly any has a longer one. A payload of 10 MiB grows by about
 # as much.
 LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
-# what a row, or a payload, is bound to begins with this
+# how that begins to which a row, or a payload, is bound
 ROW, PAYLOAD = b"row", b"payload"
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
-# So long at least between two attempts to find a key that is missing; the first is made at once. After each in vain it
-# is doubled, so many times at most.
+# The least seconds between two attempts to find a missing key; the first is made at once. They are doubled after each
+# that is in vain, so many times at most.
 AGAIN_SECONDS, MOST_DOUBLINGS = 1.0, 6
-# so long is waited for a provider while others wait; what it gives later is found later
+# how long to wait for a provider of keys while others wait; keys that come later are used from then on
 PROVIDER_SECONDS = 0.2
 # forged rows may name any number of keys
 MOST_SAID = 20
@@ -94,8 +94,8 @@ class RowCipher:
     def stored_key(self, key: bytes) -> bytes:
         """The stored key of a row.
 
-        Of the first parts of a key, what all stored keys that have them begin with; of one that ends within a part, the
-        least key after those.
+        For the first parts of a key only, it is what all stored keys with these parts begin with; for a key that ends
+        within a part, the least key after those.
         """
         found, at = key[:1], 1
         hashed = hashlib.blake2b(found, key=self.secret, person=b"prefixstore rows", digest_size=HASH_BYTES)
@@ -240,7 +240,7 @@ class EncryptedUpdate(EncryptedView, Update):
 
 
 class Encrypted:
-    """Opens the rows of a location that is encrypted: what a backend keeps.
+    """Opens views and updates of a location that is encrypted, over those of its backend.
 
     `keys` are what the provider has given last. `count` is called for each row or payload that cannot be decrypted.
 
@@ -257,10 +257,10 @@ class Encrypted:
         self.keys = keys
         self._reader: Thread | None = None
         self._read_at, self._n_in_vain = float("-inf"), 0
-        # the header that was found last, and what it says; when a view looks again
+        # the header that was found last, and what it says; and the time from which a view reads it again
         self._found: tuple[bytes | None, RowCipher] | None = None
         self._looks_at = 0.0
-        # what was logged
+        # the messages that were logged
         self._said: set[str] = set()
         with self.view():
             pass  # raises if a key is missing
@@ -289,7 +289,7 @@ class Encrypted:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _cipher_in(self, rows: View) -> RowCipher:
-        """How a location is encrypted, by its header; one that is empty will be as this says."""
+        """How a location is encrypted, by its header; for an empty one, how it will be."""
         found = self._found
         [header] = rows.get([HEADER])
         if header is None and not rows.ranges([Range(b"", LAST, 1)])[0]:
@@ -369,7 +369,7 @@ class Encrypted:
         Returns how many rows were encrypted again, and how many are left, since they cannot be decrypted, or others
         still write under older keys: then these are still needed.
         """
-        # first: who lacks the newest key writes nothing any more
+        # first: from then on a process that lacks the newest key writes nothing
         self._name_keys()
         with self.view() as first:
             older = set(first.cipher.needed) - set(self.keys.current)
@@ -381,7 +381,7 @@ class Encrypted:
             if not n_again:
                 break
         else:
-            # another process has other keys, or others are the last ones in its file
+            # another process writes under other keys: its file has others, or other ones last
             n_left += n_again
         if older and not n_left:
             self._name_keys(older)

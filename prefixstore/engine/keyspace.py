@@ -107,8 +107,8 @@ class Count(NamedTuple):
     """What a group of pages adds up to, or a change of that.
 
     `stored_bytes` are those of payloads, `raw_bytes` those of the states in them, and `quota_bytes` what the pages
-    count against a quota (`Head.quota_bytes`). `pinned_bytes` is the part of these of pinned pages, `leaves` the number
-    of leaf rows.
+    count against a quota (`Head.quota_bytes`). `pinned_bytes` is what the pinned pages count of that, `leaves` the
+    number of leaf rows.
     """
 
     pages: int = 0

@@ -11,11 +11,7 @@ from collections.abc import Callable, Sequence
 
 from prefixstore.backends.contract import Backend, Row, Update
 from prefixstore.engine import child_rows, keyspace
-from prefixstore.engine.keyspace import (
-    Count,
-    Leaf,
-    leaf_row,
-)
+from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page_view import PageView, leaf_of, usage_in
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import KEY_BYTES
