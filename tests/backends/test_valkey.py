@@ -226,7 +226,7 @@ def test_an_update_that_is_undone_or_lost_leaves_nothing(url, client, monkeypatc
 def test_a_payload_that_the_server_would_not_take_is_refused_before_it_is_sent(url, client, monkeypatch):
     monkeypatch.setattr(backend_module, "LARGEST_VALUE", 100)
     with rows_at(url) as backend:
-        with pytest.raises(UnavailableError, match="101 bytes: a value has at most 100"):
+        with pytest.raises(UnavailableError, match="101 bytes: no more than 100 are stored"):
             change_rows(backend, a=(b"1", bytes(101)))
         assert client.keys(named(url, "new:*")) == []
         change_rows(backend, a=(b"1", bytes(100)))

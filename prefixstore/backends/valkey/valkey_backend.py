@@ -35,8 +35,7 @@ FIRST_PAUSE = 0.001
 LONGEST_PAUSE = 0.025
 # payloads of an update that never ends are gone after so many milliseconds
 STAGED_MILLISECONDS = b"600000"
-# Valkey's proto-max-bulk-len, by default, less some space. It closes the connection when it is sent more, as if it had
-# failed.
+# The default of Valkey's proto-max-bulk-len, less some space: sent more, it closes the connection as if it had failed.
 LARGEST_VALUE = 500 << 20
 # A send has to make progress within the timeout of the socket, and Python counts that for the whole of one call.
 PIECE_BYTES = 4 << 20
@@ -207,7 +206,7 @@ class WriterTurn:
         view = memoryview(payload).cast("B")
         if len(view) > LARGEST_VALUE:
             raise UnavailableError(
-                f"a payload has {len(view):,} bytes: a value has at most {LARGEST_VALUE:,} in this server"
+                f"a payload has {len(view):,} bytes: no more than {LARGEST_VALUE:,} are stored in Valkey"
             )
         # known before it is there: an interrupt may come in between
         self._n_staged += 1
