@@ -349,20 +349,20 @@ class PromptMeter:
     _is_begun: bool = False
 
     def looked_up(self, n_tokens: int, reused: int, seconds: float) -> None:
-        """Note that a prompt of so many tokens was looked up: tokens now live (`reused`), and the time it took."""
+        """Note that a prompt of this many tokens was looked up: tokens now live (`reused`), and the time it took."""
         self.n_tokens, self.reused = n_tokens, reused
         self.lookup_seconds = max(seconds - self.restore_seconds, 0.0)
         self._due = n_tokens - reused
 
     def begun(self, n_live: int) -> None:
-        """Note that an evaluation begins after so many tokens: the first one shows how many were really reused."""
+        """Note that an evaluation begins after this many tokens: the first one shows how many were really reused."""
         if not self._is_begun and self.n_tokens is not None:
             self._is_begun = True
             self.reused = min(n_live, self.n_tokens)
             self._due = self.n_tokens - self.reused
 
     def evaluated(self, n: int, seconds: float) -> None:
-        """Note that so many tokens were evaluated; those after the end of the prompt do not count."""
+        """Note that this many tokens were evaluated; those after the end of the prompt do not count."""
         if self._due:
             mine = min(n, self._due)
             self._due -= mine

@@ -109,7 +109,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float | None, digits: int = 0) -> str:
-    """A share from 0 to 1 with so many digits after the point: ``81 %``; a dash if it is unknown."""
+    """A share from 0 to 1 with this many digits after the point: ``81 %``; a dash if it is unknown."""
     return f"{share:.{digits}%}".replace("%", " %") if share is not None else "-"
 
 

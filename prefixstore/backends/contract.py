@@ -49,7 +49,7 @@ __all__ = [
 
 # bytes: one less than LMDB takes
 LONGEST_KEY = 510
-# so many more rows than a range may have are asked for at first, as a draft may have changed some of them
+# this many more rows than a range may have are asked for at first, as a draft may have changed some of them
 MORE_ROWS = 16
 
 
@@ -107,7 +107,7 @@ class Costs:
     payload
         For a payload, beside its bytes.
     unit
-        A payload takes a multiple of so many bytes.
+        A payload takes a multiple of this many bytes.
     """
 
     row: int = 0
@@ -115,7 +115,7 @@ class Costs:
     unit: int = 1
 
     def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
-        """Of a row with a payload of so many bytes, or with none."""
+        """Of a row with a payload of this many bytes, or with none."""
         size = self.row + len(key) + len(value)
         if payload is not None:
             size += -(-(payload + self.payload) // self.unit) * self.unit

@@ -42,7 +42,7 @@ def _derived(secret: bytes, salt: bytes) -> bytes:
 
 
 def sealed_size(size: int) -> int:
-    """The size of a message with so many bytes when it is sealed."""
+    """The size of a message with this many bytes when it is sealed."""
     return HEAD.size + size + max(-(-size // SEGMENT), 1) * TAG_BYTES
 
 

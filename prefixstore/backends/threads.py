@@ -86,7 +86,7 @@ class Answer(Generic[T]):
         self._found.put((None, error))
 
     def get(self, seconds: float | None = None) -> T:
-        """Take the result, or raise the error. Raises `queue.Empty` if neither comes in so many seconds."""
+        """Take the result, or raise the error. Raises `queue.Empty` if neither comes in this many seconds."""
         try:
             result, error = self._found.get(timeout=seconds)
         except BaseException:

@@ -36,7 +36,7 @@ PACKAGES = ("llama-cpp-python", "lmdb", "numpy", "SQLAlchemy", "psycopg", "valke
 CONTEXTS = 2
 # what is read to find damaged pages
 SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
-# a hit rate of so many prompts, and up to so much, is a problem
+# a hit rate of this many prompts, and up to this much, is a problem
 FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
 # why prompts miss, and what to do about it
 CAUSES = {

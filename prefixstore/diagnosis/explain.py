@@ -194,7 +194,7 @@ def _text(llm: Llama, tokens: Sequence[int]) -> str:
 
 
 def _fork(words: Words, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
-    """The texts of a prompt and of a stored sequence around the place where they part, after so many tokens."""
+    """The texts of a prompt and of a stored sequence around the place where they part, after this many tokens."""
     both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
     # a character that is cut in the middle is no text yet
     before = words(both).rstrip("\ufffd") if both else ""

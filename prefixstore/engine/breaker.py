@@ -23,7 +23,7 @@ SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
 # After so long, and the time that its bytes may take, a location hangs: callers stop waiting for it.
 HANG_SECONDS = 10.0
-# A location on this machine is slow if so many answers in a row are: one may be late because the machine has paused.
+# A location on this machine is slow if this many answers in a row are: one may be late because the machine has paused.
 LOCAL_PATIENCE = 3
 # The circuit stays open for this many times as long as the failure took, so that failures take less than a fiftieth of
 # the time. A failure within FAST_SECONDS does not open it.
@@ -120,7 +120,7 @@ class CircuitBreaker:
         self._open(self.patience(page), page, "it does not answer")
 
     def _open(self, seconds: float, page: Page | None, why: str) -> None:
-        """Open the circuit after a failure that took so many seconds."""
+        """Open the circuit after a failure that took this many seconds."""
         self._counters.time("lost", seconds)
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:

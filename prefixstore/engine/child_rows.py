@@ -58,7 +58,7 @@ class ChildRow(NamedTuple):
 
 
 def _node(content: bytes, size: int) -> bytes:
-    """The node that is a hash of `content`, of so many bytes."""
+    """The node that is a hash of `content`, of this many bytes."""
     return CHILD + hashlib.blake2b(content, digest_size=size, person=_OF_NODE).digest()
 
 
@@ -92,7 +92,7 @@ def page_path(page: Record | Identity) -> list[bytes]:
 
 
 def child_bytes(n_token_bytes: int) -> int:
-    """The length of the longest key on the path of a page with so many bytes of tokens."""
+    """The length of the longest key on the path of a page with this many bytes of tokens."""
     return len(CHILD) + NODE_BYTES + min(n_token_bytes, STEP_BYTES)
 
 

@@ -13,7 +13,7 @@ from prefixstore.engine.page import Page
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# A restore or a capture is skipped if it is slower than computing by this factor. One in so many is done anyway.
+# A restore or a capture is skipped if it is slower than computing by this factor. One in this many is done anyway.
 MAX_SLOWDOWN = 1.2
 RETRY_EVERY = 64
 # capturing waits for the end of the completion if it would add more than this share to the time of the prompt
@@ -58,13 +58,13 @@ class ComputeRate:
             self.copy_seconds = min(last, self._last_copy)
 
     def captures_along(self, page_tokens: int, n_copies: float = 1) -> bool:
-        """Whether capturing pages of so many tokens while a prompt is computed delays it only a little."""
+        """Whether capturing pages of this many tokens while a prompt is computed delays it only a little."""
         if self.token_seconds is None or self.copy_seconds is None:
             return True
         return self.copy_seconds * n_copies <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
 
     def late(self, pages: Sequence[Page], seconds: float, n_copies: float | None = None) -> None:
-        """Note that the restore of these pages was given up after so many seconds."""
+        """Note that the restore of these pages was given up after this many seconds."""
         if self.token_seconds is not None:
             seconds = self.token_seconds * sum(page.n_tokens for page in pages)
             seconds *= 1.0 if self.page_seconds is None else LATE_SLOWDOWN
@@ -75,11 +75,11 @@ class ComputeRate:
         return self._is_worth("restores", self.page_seconds, n_pages, n_tokens)
 
     def is_worth_capturing(self, n_tokens: int, n_copies: float) -> bool:
-        """Whether capturing tokens in so many copies is expected to take little longer than computing them did."""
+        """Whether capturing tokens in this many copies is expected to take little longer than computing them did."""
         return self._is_worth("captures", self.copy_seconds, n_copies, n_tokens)
 
     def _is_worth(self, what: str, seconds: float | None, n: float, n_tokens: int) -> bool:
-        """Whether `n` times so many seconds is little more than computing takes; one in 64 is done anyway."""
+        """Whether `n` times this many seconds is little more than computing takes; one in 64 is done anyway."""
         if self.token_seconds is None or seconds is None:
             return True
         if seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
@@ -111,7 +111,7 @@ class ComputeRate:
         return RestoreDeadline(seconds, self._max_delay, whole=whole, looked_up=looked_up)
 
     def compute_us(self, n_tokens: int) -> int:
-        """How many microseconds computing so many tokens takes; 0 until something was computed."""
+        """How many microseconds computing this many tokens takes; 0 until something was computed."""
         return round(self.token_seconds * n_tokens * 1e6) if self.token_seconds is not None else 0
 
 

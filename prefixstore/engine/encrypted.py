@@ -48,10 +48,10 @@ NOBODY = bytes(TENANT_BYTES)
 LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
 # how that begins to which a row, or a payload, is bound
 ROW, PAYLOAD = b"row", b"payload"
-# a view looks at the header again after so many seconds: another process may have replaced the location
+# a view looks at the header again after this many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
 # The least seconds between two attempts to find a missing key; the first is made at once. They are doubled after each
-# that is in vain, so many times at most.
+# that is in vain, this many times at most.
 AGAIN_SECONDS, MOST_DOUBLINGS = 1.0, 6
 # how long to wait for a provider of keys while others wait; keys that come later are used from then on
 PROVIDER_SECONDS = 0.2

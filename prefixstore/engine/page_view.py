@@ -199,7 +199,7 @@ class PageView:
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         """The children of these pages, or namespaces, that have this form, in the order of the location's rows.
 
-        With `at_most`, only the first so many of each parent.
+        With `at_most`, only the first `at_most` of each parent.
         """
         nodes = [child_rows.first_node(parent, form) for parent in dict.fromkeys(parents)]
         keys = [key for some in child_rows.children_of(self.rows, nodes, at_most) for key in some]

@@ -52,7 +52,7 @@ MENDED: Sequence[tuple[Check, Callable[[PageUpdate, Row], None]]] = (
 )
 # how many rows a rebuild of the index looks at in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
-# up to so many pages the index is mended at once, which takes some seconds
+# up to this many pages the index is mended at once, which takes some seconds
 MENDED_AT_ONCE = 20_000
 # Each pass removes the last rows of chains of child rows that lead to no page. A longer chain was forged, and takes
 # more than one repair.

@@ -47,10 +47,10 @@ class Tap(Protocol):
     """
 
     def asked(self, namespace: bytes, tokens: Tokens, page_tokens: int, n_matched: int) -> None:
-        """A sequence was looked up, and so many of its tokens are stored. This need not be a request."""
+        """A sequence was looked up, and this many of its tokens are stored. This need not be a request."""
 
     def used(self, namespace: bytes, pages: Sequence[Page], n_tokens: int) -> None:
-        """The prompt that the caller looked up last, of so many tokens, was served with these pages."""
+        """The prompt that the caller looked up last, of this many tokens, was served with these pages."""
 
     def captured(self, page: Page) -> None:
         """A page is on its way to the location."""

@@ -53,11 +53,11 @@ class Policy:
         return
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
-        """A page was evicted or not admitted here, after so many uses, the last one at this time."""
+        """A page was evicted or not admitted here, after this many uses, the last one at this time."""
         return
 
     def prepare(self, pages: int) -> None:
-        """Victims will be chosen among so many stored pages."""
+        """Victims will be chosen among this many stored pages."""
         return
 
     note: bytes | None = None

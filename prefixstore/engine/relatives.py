@@ -15,7 +15,7 @@ from prefixstore.format.record import Record, Usage
 def with_descendants(view: PageView, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
     """These pages and their descendants, children before their parents.
 
-    Of a page with `at_once` children or more, only the first so many children are returned, and not the page itself.
+    Of a page with `at_once` children or more, only the first `at_once` are returned, and not the page itself.
     """
     waiting = [(entry, False) for entry in _entries(view, keys)]
     seen: set[bytes] = set()

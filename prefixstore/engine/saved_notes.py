@@ -23,9 +23,9 @@ from prefixstore.format.figures import NOTE, History
 
 log = logging.getLogger("prefixstore")
 
-# what the policy has learned is saved after so many seconds at the earliest, and after so many lookups
+# what the policy has learned is saved after this many seconds at the earliest, and after this many lookups
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
-# figures are saved after so many seconds at the earliest; they have at most one row for so many bytes of the budget,
+# figures are saved after this many seconds at the earliest, with at most one row for this many bytes of the budget,
 # and no more than `MOST_ROWS`
 FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
 # how many seconds to wait while another thread saves figures

@@ -248,7 +248,7 @@ class SourceReader:
         return one
 
     def _give(self, number: int, one: Given, found: tuple[Record, Buffer] | None, seconds: float) -> None:
-        """Verify and unpack what was read in so many seconds, if anything was, and put it into its slot."""
+        """Verify and unpack what was read in this many seconds, if anything was, and put it into its slot."""
         try:
             if found is not None:
                 self._unpack(one, *found, seconds)
@@ -355,7 +355,7 @@ class Fetcher(Part):
             yield view
 
     def verify(self, record: Record, state: memoryview, seconds: float) -> None:
-        """Verify a raw state that took so many seconds to read."""
+        """Verify a raw state that took this many seconds to read."""
         started = time.perf_counter()
         verify_checksum(record, state)
         # in a location that is mapped into memory, it is the checksum that reads the bytes

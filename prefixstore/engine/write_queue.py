@@ -31,8 +31,8 @@ log = logging.getLogger("prefixstore")
 BATCH_BYTES = 64 << 20
 # Uses of pages are written with the next batch, or after this many seconds without one.
 DEFERRED_SECONDS = 2.0
-# A caller that waits for the queue gives up after so many seconds without progress: another process may hold a lock, or
-# the location may not answer.
+# A caller that waits for the queue gives up after this many seconds without progress: another process may hold a lock,
+# or the location may not answer.
 NO_PROGRESS_SECONDS = 30.0
 
 

@@ -166,7 +166,7 @@ class History:
         return found
 
     def pack(self, most_rows: int) -> bytes:
-        """The note, with rows for at most so many namespaces of a day; the others of that day are one row.
+        """The note, with rows for at most this many namespaces of a day; the others of that day are one row.
 
         The days that lose rows are the first ones, and the namespaces those with the fewest tokens in prompts.
         """

@@ -241,7 +241,7 @@ def _seal(body: Buffer) -> bytes:
 
 
 def record_bytes(n_token_bytes: int) -> int:
-    """The length of a stored record with so many bytes of tokens."""
+    """The length of a stored record with this many bytes of tokens."""
     return RECORD.size + n_token_bytes + RECORD_SEAL.size
 
 

@@ -50,7 +50,7 @@ class Capture:
     form
         What goes into pages, and what into snapshots.
     compute_us
-        How many microseconds it takes to compute so many tokens.
+        How many microseconds it takes to compute this many tokens.
     parameters
         Of the store: they say how many snapshots are kept.
     wait

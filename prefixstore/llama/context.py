@@ -228,7 +228,7 @@ class Context:
         self.memory.unfinished.unverified = False
 
     def note_use(self, place: Place, pages: Sequence[Page], n_tokens: int) -> None:
-        """Note that a prompt of so many tokens was served with these pages; none for a miss."""
+        """Note that a prompt of this many tokens was served with these pages; none for a miss."""
         self.engine.touch(place.namespace.key, pages, n_tokens)
         self.engine.write_queue.nudge()
 

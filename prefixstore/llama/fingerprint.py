@@ -143,7 +143,7 @@ def _is_from(
 
 
 def _reader_of(tensor: int, call: dict[str, Any]) -> tuple[str, Callable[[int, int], bytes] | None]:
-    """The name of the buffer of a tensor, and a function that reads so many bytes of the tensor at a position.
+    """The name of the buffer of a tensor, and a function that reads this many bytes of the tensor at a position.
 
     The function is None if the bytes cannot be read, or differ from those of the file.
     """

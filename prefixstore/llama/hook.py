@@ -212,7 +212,7 @@ class Hook:
         return before is None
 
     def _note_computed(self, n_tokens: int, began: float) -> None:
-        """Note that so many tokens were computed since `began`."""
+        """Note that this many tokens were computed since `began`."""
         context = self.context
         if n_tokens >= SMALLEST_BATCH:
             # wait for a GPU that is still computing

@@ -42,7 +42,7 @@ MOST_CELL_BYTES = 128
 HEAD_BYTES = 1 << 16
 
 Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
-"""Supplies a buffer of so many bytes, or None if there is none."""
+"""Supplies a buffer of this many bytes, or None if there is none."""
 
 u8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -180,7 +180,7 @@ class ContextMemory:
         return False
 
     def largest(self, n_tokens: int) -> int:
-        """The most bytes that a state of so many tokens can have in this context."""
+        """The most bytes that a state of this many tokens can have in this context."""
         if self.shape is not None and self.shape.recurrent is None:
             return self.shape.size(n_tokens)
         fixed, per_token = self._size_limit
@@ -245,7 +245,7 @@ class ContextMemory:
 
     @staticmethod
     def _write(ctx: Any, address: int, size: int, sequence: int, flags: int = WHOLE) -> None:
-        """Write the state of a sequence, of so many bytes, to this address."""
+        """Write the state of a sequence, of this many bytes, to this address."""
         target = ctypes.cast(address, u8_p)
         if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, sequence, flags) != size:
             raise ContextError("llama.cpp did not write the state of the context")

@@ -203,7 +203,7 @@ class PageStrategy(Strategy):
         return self.context.rate_of(pages).is_worth(n_tokens, self._n_copies(len(pages) * step))
 
     def _n_copies(self, n_tokens: int) -> float:
-        """The time that copying so many tokens takes, together if they are, in copies of a single page."""
+        """The time that copying this many tokens takes, together if they are, in copies of a single page."""
         return n_tokens / self.context.lineage.page_tokens + COPIES_TOGETHER * self._memory.copies_together
 
     def path(self, tokens: Tokens, limit: int) -> Path:

@@ -251,7 +251,7 @@ class Restore:
     # -- what is read -------------------------------------------------------------------------------------------------
 
     def admits(self, page: Page) -> bool:
-        """Whether a page or snapshot can have so many bytes."""
+        """Whether a page or snapshot can have this many bytes."""
         size = self._largest(page) if self._largest is not None else self._form.largest(page.n_tokens)
         if page.raw_bytes > size and page.form == PAGE and self._form.page_shape is not None:
             self._engine.condemn(page)

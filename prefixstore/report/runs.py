@@ -119,7 +119,7 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int, *, by_use: bool = T
 
 
 def limited(runs: Column, most: int = MOST_RUNS) -> Column:
-    """At most so many runs, those with the largest subtrees, each with one more run for what is left out below it."""
+    """At most this many runs, those with the largest subtrees, each with one more run for what is left out below it."""
     if len(runs) <= most:
         return runs
     below = runs["bytes"].tolist()

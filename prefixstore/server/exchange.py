@@ -25,7 +25,7 @@ T = TypeVar("T")
 CLIENT_SECONDS: Final = 60.0
 # Bytes of an answer that wait for its client: a slot is given back while the end of its answer is still being read.
 ROOM: Final = 1 << 20
-# The server goes on when so many of them were read.
+# The server goes on when this many of them were read.
 READ: Final = 1 << 16
 # With more fields in a head, or longer lines, llama-server closes the connection, mostly before its answer is read.
 MAX_FIELDS: Final = 90
@@ -61,12 +61,12 @@ class BodyBudget:
         self.limit, self.used = limit, 0
 
     def check(self, n: int) -> None:
-        """Raise `RefusedError` if so many bytes would exceed the limit now."""
+        """Raise `RefusedError` if this many bytes would exceed the limit now."""
         if self.used + n > self.limit:
             raise RefusedError(f"the requests at present have more than {self.limit} bytes (--max-bodies)", 503)
 
     def take(self, n: int) -> None:
-        """Take so many bytes. Raises `RefusedError`."""
+        """Take this many bytes. Raises `RefusedError`."""
         self.check(n)
         self.used += n
 

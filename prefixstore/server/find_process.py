@@ -19,7 +19,7 @@ PEER = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class RunningProcess:
-    """A process, as it was started, so many ticks after the system was. Its arguments begin with its name."""
+    """A process, as it was started, this many ticks after the system was. Its arguments begin with its name."""
 
     pid: int
     argv: list[str]

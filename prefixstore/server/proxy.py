@@ -43,7 +43,7 @@ log = logging.getLogger("prefixstore.server")
 PING = b":\n\n"
 # What llama-server would read as a different path: clients leave out dot segments, and it reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
-# At most so many unknown fields are logged.
+# At most this many unknown fields are logged.
 MAX_TOLD_FIELDS = 100
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 # What uses no slot, and does something for all, or tells of others.

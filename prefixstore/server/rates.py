@@ -51,7 +51,7 @@ class Rates:
     _measured: frozenset[str] = frozenset()
 
     def computed(self, n_tokens: int, seconds: float) -> None:
-        """Note that so many tokens of a prompt were computed."""
+        """Note that this many tokens of a prompt were computed."""
         if n_tokens >= SMALLEST_PREFILL:
             self._note("token_seconds", seconds / n_tokens)
         elif 0 < n_tokens <= FEW_TOKENS:
@@ -71,19 +71,19 @@ class Rates:
             self._note("token_bytes", n_bytes / max(n_tokens, 1))
 
     def computing(self, n_tokens: int) -> float:
-        """Seconds that computing so many tokens takes."""
+        """Seconds that computing this many tokens takes."""
         return self.token_seconds * max(n_tokens, 0)
 
     def restoring(self, n_bytes: float) -> float:
-        """Seconds that restoring so many bytes takes."""
+        """Seconds that restoring this many bytes takes."""
         return self.restore_seconds * n_bytes
 
     def saving(self, n_tokens: int) -> float:
-        """Seconds that saving a slot with so many tokens takes."""
+        """Seconds that saving a slot with this many tokens takes."""
         return self.save_seconds * self.token_bytes * n_tokens
 
     def stopping(self, n_tokens: int) -> float:
-        """Seconds that it takes at most to stop after so many tokens of a prompt, and to copy the slot.
+        """Seconds that it takes at most to stop after this many tokens of a prompt, and to copy the slot.
 
         A file of twice as many tokens takes at most twice as long, and of recurrent memory no longer. Of the last ones
         the fastest counts: beside other prompts a batch takes as long as theirs, with a stop or without.
@@ -92,7 +92,7 @@ class Rates:
         return min(copying, default=0.0) + BATCHES_OF_A_STOP * min(self._batches, default=0.0)
 
     def is_faster(self, seconds: float, n_tokens: int) -> bool:
-        """Whether work that takes so many seconds is faster than computing so many tokens."""
+        """Whether work that takes this many seconds is faster than computing this many tokens."""
         return seconds < self.computing(n_tokens) * MAX_SLOWDOWN
 
     def left_out(self) -> None:
@@ -109,7 +109,7 @@ class Rates:
 class RequestUsage:
     """Tokens and time of a request, as the server reports them.
 
-    Of the prompt, `cached_tokens` were in the slot, and computing the others took so many seconds; None if the answer
+    Of the prompt, `cached_tokens` were in the slot, and computing the others took this many seconds; None if the answer
     does not say.
     """
 

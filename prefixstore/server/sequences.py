@@ -240,7 +240,7 @@ class _SequenceCapture(Capture):
 
 @dataclass(frozen=True)
 class ModelStates:
-    """How the states of a model are stored, which name so many streams.
+    """How the states of a model are stored, which name this many streams.
 
     The namespace is that of a ``Llama`` with the same settings, if the settings are known. Numbers from `n_vocab` on,
     and negative ones, stand for images and sound.

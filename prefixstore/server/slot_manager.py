@@ -31,7 +31,7 @@ log = logging.getLogger("prefixstore.server")
 
 T = TypeVar("T")
 
-# The store is asked only if so many tokens would have to be computed without it.
+# The store is asked only if this many tokens would have to be computed without it.
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2

@@ -30,7 +30,7 @@ DEBOUNCE = 0.25
 PATIENCE = 10.0
 SOON = 0.25
 # While requests wait for a slot, one is copied before it is given away only if computing its contents again would
-# take so many times as long.
+# take this many times as long.
 WORTH_WAITING = 8.0
 
 
@@ -92,7 +92,7 @@ class PoolSlot:
 
     @property
     def is_worth_saving(self) -> bool:
-        """Whether it holds so many unsaved tokens that all slots may wait for a save."""
+        """Whether it holds this many unsaved tokens that all slots may wait for a save."""
         return self.n_unsaved >= WORTH_A_SAVE and self.is_clean
 
     def must_empty(self, *, trusts: bool) -> bool:

@@ -371,7 +371,7 @@ class SlotStore:
         return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 
     def _stored(self, file: SlotFile, salt: str | None, reason: str | None, copying: float) -> SavedSlot:
-        """Store what the store lacks of a slot's file, which took so many seconds to copy."""
+        """Store what the store lacks of a slot's file, which took this many seconds to copy."""
         started = time.perf_counter()
         done = self._captured(file, salt) if reason is None else Captured(reason=reason)
         seconds = copying + time.perf_counter() - started

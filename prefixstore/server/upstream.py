@@ -122,7 +122,7 @@ class Upstream:
         """Send a request; of the response only the head has been read. After the block its connection is closed.
 
         So the server sees that a client has gone away: its task is cancelled, and leaves the block. With a `timeout`,
-        all of the answer must have come after so many seconds.
+        all of the answer must have come after this many seconds.
 
         Raises
         ------

@@ -212,7 +212,7 @@ class Session:
         return given
 
     def _check_room(self, n: int) -> None:
-        """Raise `ContextError` if so many tokens do not fit: llama-cpp-python would drop some without an error."""
+        """Raise `ContextError` if this many tokens do not fit: llama-cpp-python would drop some without an error."""
         from prefixstore.llama.binding import n_places  # noqa: PLC0415 - the extra "llama"
 
         n_ctx = n_places(self._hook.llm)

@@ -79,7 +79,7 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:
-    """Read a trace, plain or compressed by gzip: all of it, or so many requests from its start.
+    """Read a trace, plain or compressed by gzip: all of it, or this many requests from its start.
 
     Raises
     ------

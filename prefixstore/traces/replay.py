@@ -116,7 +116,7 @@ class Replayed(NamedTuple):
 
 
 def replay(trace: Trace, policy: str, pages: int) -> Replayed:
-    """Replay a trace in a store of so many pages, at least 1, with a policy of the engine."""
+    """Replay a trace in a store of this many pages, at least 1, with a policy of the engine."""
     least = int(trace.about.get("min_tokens") or 0)
     hits = hit_tokens = 0
     with InEngine(policy, max(pages, 1)) as cache:
@@ -167,7 +167,7 @@ class Curve:
         return self.budget >= self.total
 
     def bytes_of(self, pages: int) -> float | None:
-        """About how many bytes so many pages take."""
+        """About how many bytes this many pages take."""
         return pages * self.page_bytes if self.page_bytes is not None else None
 
     def gain(self, policy: str) -> int:
@@ -178,7 +178,7 @@ class Curve:
 
 
 def pages_in(trace: Trace, max_bytes: int | None) -> int | None:
-    """The budget in pages: of so many bytes, or the recorded one; None if it is not known.
+    """The budget in pages: of this many bytes, or the recorded one; None if it is not known.
 
     Raises `InvalidParameterError` for bytes if the trace does not say how many of them a page has.
     """

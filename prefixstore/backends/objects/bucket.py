@@ -32,7 +32,7 @@ from prefixstore.format.record import Buffer
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 120.0
 SILENCE_SECONDS = 30.0
-# A request that fails by itself is sent again, so often, and no later than so many seconds after it was first sent.
+# A request that fails by itself is sent again, this often, and no later than this many seconds after it was first sent.
 RETRIES = 2
 RETRY_SECONDS = 15.0
 # objects that one request lists or deletes

@@ -32,7 +32,7 @@ APPLICATION_ID = 0x70667873
 META, PAYLOADS, ROWS = TABLES = ("prefixstore_meta", "prefixstore_payloads", "prefixstore_rows")
 # a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
 PIECE_BYTES = 1 << 20
-# so many connections are kept open while they are not used
+# this many connections are kept open while they are not used
 IDLE = 5
 
 # SQLSTATE of PostgreSQL, or the beginning of one

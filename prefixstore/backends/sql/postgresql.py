@@ -27,7 +27,7 @@ LOCK_SECONDS = 30
 # a process that stops in the middle of a transaction blocks the others no longer than this
 IDLE_SECONDS = 60
 CONNECT_SECONDS = 5
-# A server that works answers a reader, or a writer that may wait for a lock, within so many seconds. Otherwise the
+# A server that works answers a reader, or a writer that may wait for a lock, within this many seconds. Otherwise the
 # connection is dropped; TCP alone would wait for a quarter of an hour, or forever.
 SILENT_READING = 5.0
 SILENT_WRITING = 60.0

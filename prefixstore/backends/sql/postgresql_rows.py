@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # The most that a row, and a payload, takes besides its bytes: its key in the index, the last chunk; measured.
 ROW_BYTES = PAYLOAD_BYTES = 1280
 BASE_BYTES = 256 << 10
-# so many bytes, or more, are handed out in the memory of libpq; fewer are copied
+# this many bytes, or more, are handed out in the memory of libpq; fewer are copied
 SHOWN_BYTES = 16 << 10
 
 META_ROW = "SELECT bytes, format FROM prefixstore_meta WHERE id = 1"

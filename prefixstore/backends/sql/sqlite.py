@@ -39,7 +39,7 @@ READ_SECONDS = 1.0
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
-# what is in the log is moved into the file after so many bytes
+# what is in the log is moved into the file after this many bytes
 CHECKPOINT_BYTES = 1 << 20
 OLDEST = (3, 35, 0)
 

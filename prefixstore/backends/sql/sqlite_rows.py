@@ -125,7 +125,7 @@ class SQLiteView(View):
             yield value or b"", self._payload(key, size) if has_payload else None
 
     def _payload(self, key: bytes, size: int | None) -> Buffer:
-        """The pieces of a payload, which have so many bytes."""
+        """The pieces of a payload, which have this many bytes."""
         if not size:
             return b""
         with self._database.translated(), closing(self._pieces(key)) as pieces:

@@ -46,7 +46,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
 FALSE = ("0", "false", "no", "off")
 CONNECT_SECONDS = 5.0
-# A server that works sends something within so many seconds. TCP alone would wait for a quarter of an hour.
+# A server that works sends something within this many seconds. TCP alone would wait for a quarter of an hour.
 SILENT_SECONDS = 5.0
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
 ARGUMENTS = ", with args beginning with"

@@ -33,7 +33,7 @@ WAIT_SECONDS = 30.0
 # how often it asks
 FIRST_PAUSE = 0.001
 LONGEST_PAUSE = 0.025
-# payloads of an update that never ends are gone after so many milliseconds
+# payloads of an update that never ends are gone after this many milliseconds
 STAGED_MILLISECONDS = b"600000"
 # The default of Valkey's proto-max-bulk-len, less some space: sent more, it closes the connection as if it had failed.
 LARGEST_VALUE = 500 << 20

@@ -43,7 +43,7 @@ class Window:
     Attributes
     ----------
     is_chunked
-        Whether a token sees its chunk of so many tokens up to itself, instead of the last so many.
+        Whether a token sees its chunk of this many tokens up to itself, instead of the last that many.
     """
 
     size: int
@@ -166,7 +166,7 @@ class Form:
         return True
 
     def largest(self, n_tokens: int) -> int:
-        """The most bytes that a page or a snapshot with rows of so many tokens can have."""
+        """The most bytes that a page or a snapshot with rows of this many tokens can have."""
         if self.shape is None:
             return UNKNOWN_SIZE
         n_seen = self.window.size if self.window is not None else 0
