@@ -24,6 +24,7 @@ from typing import Any
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.threads import Answer, handed_over
+from prefixstore.engine.compute_rate import MAX_SHARE
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page import Page, Path
@@ -39,8 +40,7 @@ from prefixstore.results import TierStats
 
 log = logging.getLogger("prefixstore")
 
-# share of the computing time that a lookup may take; and extra seconds while that time is unknown
-SHARE = 0.04
+# what a lookup may take beside `max_delay` while the time of computing is unknown
 UNKNOWN_SECONDS = 0.5
 # of how many namespaces, the latest, settings are remembered; far pages of others are not kept
 KEPT_SETTINGS = 4096
@@ -213,7 +213,7 @@ class TieredEngine(Engine):
         seconds = None
         if self._max_delay is not None and not self.write_queue.stores_all:
             known = self.token_seconds
-            seconds = max(self._max_delay, SHARE * n_tokens * known) if known else self._max_delay + UNKNOWN_SECONDS
+            seconds = max(self._max_delay, MAX_SHARE * n_tokens * known) if known else self._max_delay + UNKNOWN_SECONDS
         # read once: another thread may clear it
         overdue = self._overdue
         if seconds is not None and overdue is not None and not overdue.is_there:
