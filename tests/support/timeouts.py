@@ -19,7 +19,7 @@ ENDLESS = (
     (compute_rate, "MAX_SHARE", 1e9),  # one that is given up, for the same reason
     (compute_rate, "MAX_CAPTURE_SHARE", 1e9),  # capturing where computing takes a millisecond
     (tiers, "UNKNOWN_SECONDS", 1000.0),  # a lookup in a far location, before it is known what computing takes
-    (tiers, "SHARE", 1e3),  # and after that
+    (tiers, "MAX_SHARE", 1e3),  # and after that
     (rates, "MAX_SLOWDOWN", 1e9),  # work of a server on its slots that waited for a core
     (prefill, "MAX_SHARE", 1e9),  # a stop in a prompt
     (slot_manager, "COPY_SECONDS", 1000.0),  # what is copied there, until it is stored
