@@ -82,7 +82,7 @@ def explain(
     --server, a running llama-server makes tokens of the prompt: then llama-cpp-python is not needed. Nothing is
     written.
 
-    Exit codes: 0 the whole prompt is stored; 1 not all of it.
+    Exit codes: 0 the whole prompt is stored; 1 not all of it, or it is too short to be restored.
 
     Example: prefixstore explain lmdb:///var/cache/kv --model m.gguf --messages request.json
     """

@@ -190,7 +190,7 @@ def served(spans: Mapping[str, Figures], since: str = "") -> list[RenderableType
 
 def _row(name: str, group: Mapping[str, Any]) -> list[str]:
     return [
-        group[name] or "(none)",
+        group[name] or "(shared)",
         format_bytes(group["stored_bytes"]),
         format_number(group["pages"]),
         format_share(group["hit_rate"]),

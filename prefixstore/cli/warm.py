@@ -211,7 +211,7 @@ def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore,
             settings.open_store(None, location=text, read_only=True, far_max_bytes=None).close()
             there.append(text)
         except LocationError as error:
-            say(f"note: {error}: it is treated as empty")
+            say(f"note: {error}; for now it counts as empty")
     options = {"location": there, "read_only": True} if there else {"location": "memory:"}
     with settings.open_store(llm, far_max_bytes=None, **options) as store:
         yield (

@@ -220,8 +220,8 @@ def test_what_has_no_tenant_is_shared_and_purged_by_its_namespace(tmp_path, run)
     with Archive(tmp_path / "kv", create=True) as archive:
         for tenant in ("ann", None):
             fill(archive.backend, space(tenant), [[1, 2, 3, 4]])
+    assert all("(shared)" in run(name, tmp_path / "kv")[1] for name in ("stats", "tenants"))
     _, out, _ = run("tenants", tmp_path / "kv")
-    assert "(shared)" in out
     assert f"1 tenant; prefixstore purge lmdb://{tmp_path / 'kv'} --salt TENANT deletes one" in out
     key = out.split("--namespace ")[1].split()[0]
     assert run("purge", tmp_path / "kv", "--namespace", key, "--yes")[0] == 0
