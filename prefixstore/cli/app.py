@@ -106,9 +106,9 @@ app = typer.Typer(
     "STORE is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
     "user's cache directory. PREFIXSTORE_KEY=file:PATH has the keys of an encrypted one (see key).\n\n"
-    "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help), or nobody "
-    "reads its output any more; "
-    "2 wrong usage, or a file that cannot be read or written; 3 the store, or the server, cannot be used; "
+    "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help), or its output "
+    "could not be written; 2 wrong usage, or a file that cannot be read or written; 3 the store, or the server, "
+    "cannot be used; "
     "130 and 143 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,

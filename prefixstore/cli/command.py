@@ -34,7 +34,14 @@ from prefixstore.errors import (
 from prefixstore.units import parse_bytes
 
 MISUSED, UNUSABLE = 2, 3
-ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
+ARE_UNUSABLE = (
+    CorruptError,
+    IncompatibleError,
+    LocationError,
+    ServerBusyError,
+    ServerUnreachableError,
+    UnavailableError,
+)
 # what `Path.is_file` raises for a path given by the user
 HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # the argument that is the location, by its names in the commands
@@ -100,9 +107,9 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
         except PrefixStoreError as error:
             # it may repeat an argument that was not where a location is expected
             say(f"prefixstore: {without_passwords(str(error))}")
-            # what import finds damaged is its file
-            unusable = ARE_UNUSABLE if command.__name__ == "import_" else (*ARE_UNUSABLE, CorruptError)
-            code = MISUSED if isinstance(error, MisuseError) else UNUSABLE if isinstance(error, unusable) else FAILED
+            code = (
+                MISUSED if isinstance(error, MisuseError) else UNUSABLE if isinstance(error, ARE_UNUSABLE) else FAILED
+            )
         except OSError as error:
             if error.errno not in HIDDEN or error.filename is None:
                 raise

@@ -19,7 +19,7 @@ from prefixstore.cli.model import NO_SUCH_TEXT, tokens_of_prefix
 from prefixstore.cli.named_files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.engine.page import Page
-from prefixstore.errors import InvalidParameterError, LocationError, MissingExtraError
+from prefixstore.errors import CorruptError, InvalidParameterError, LocationError, MissingExtraError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, chosen, copy_store, export_store, import_store
@@ -42,7 +42,7 @@ def export(
 
     On a terminal it asks before it replaces an export; otherwise that needs --yes. A file that is not an export is
     never replaced. The file of an encrypted store is encrypted, too, under its newest key. Exit code 1: damaged pages
-    were left out, nothing was replaced, or there is no such tenant or text.
+    were left out, nothing was replaced, or no such tenant or text is stored.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
@@ -87,7 +87,7 @@ def import_(
     *,
     max_bytes: str | None = None,
     from_key: str | None = None,
-) -> Result:
+) -> Result | int:
     """Import the pages of a file into a store of any backend.
 
     The store is created if it does not exist. Pages that it already has are skipped, so an interrupted import can
@@ -99,14 +99,19 @@ def import_(
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
-    with reading(file) as opened:
-        name = "stdin" if file == STANDARD else file
-        reader = ExportReader(opened, name, partial(_unsealed, from_key, name))
-        with Archive(location, max_bytes=budget, create=True) as archive:
-            if reader.is_encrypted and archive.keys is None:
-                say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
-            moved = import_store(reader, archive)
-            places = {"file": file, "location": archive.location}
+    name = "stdin" if file == STANDARD else file
+    try:
+        with reading(file) as opened:
+            reader = ExportReader(opened, name, partial(_unsealed, from_key, name))
+            with Archive(location, max_bytes=budget, create=True) as archive:
+                if reader.is_encrypted and archive.keys is None:
+                    say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
+                moved = import_store(reader, archive)
+                places = {"file": file, "location": archive.location}
+    except CorruptError as error:
+        # mostly the file is: the store can be used
+        say(f"prefixstore: {error}")
+        return FAILED
     return _moved(moved, "imported", started, places)
 
 

@@ -46,7 +46,7 @@ NOBODY = bytes(TENANT_BYTES)
 # By how much a row is longer, with a key of 32 tokens; hardly any has a longer one. A payload of 10 MiB grows by about
 # as much.
 LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
-# how that begins to which a row, or a payload, is bound
+# the first bytes of what a row, or a payload, is bound to
 ROW, PAYLOAD = b"row", b"payload"
 # a view looks at the header again after this many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import ServerError
+from prefixstore.errors import PrefixStoreError, ServerError
 from prefixstore.metrics import RequestMetrics, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
@@ -172,8 +172,17 @@ async def _serve(
             await child.stop()
             await asyncio.gather(working, return_exceptions=True)
             await session.upstream.close()
-    # raises why it has ended, if it was not stopped
-    working.result()
+    if (failure := failure_of(working)) is not None:
+        raise failure
+
+
+def failure_of(work: asyncio.Task[None]) -> PrefixStoreError | None:
+    """Why this has ended; None if it was stopped."""
+    error = None if work.cancelled() else work.exception()
+    if error is None or isinstance(error, PrefixStoreError):
+        return error
+    log.error("llama-server cannot be watched any longer", exc_info=error)
+    return ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}")
 
 
 def _what_is_stored(session: ServerSession) -> str:

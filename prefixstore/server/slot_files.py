@@ -303,7 +303,7 @@ class SlotDirectory:
                         if file.layout is not None:
                             return file
             finally:
-                # these tokens are nobody's prompt
+                # the two tokens evaluated for it are of no prompt
                 with suppress(ServerError):
                     server.erase(slot)
         raise ServerBusyError(f"no slot of {server.url} is idle")

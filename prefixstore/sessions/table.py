@@ -48,7 +48,7 @@ class Turn:
     entry
         The session.
     ticket
-        Its place in the queue; collected once nobody is left to end the turn.
+        A weak reference to its place in the queue, which lasts as long as something can end the turn.
     cache, n_evaluated
         The cache of the ``Llama`` before, and how many tokens it had evaluated.
     """

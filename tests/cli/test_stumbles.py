@@ -39,6 +39,7 @@ def test_a_tenant_can_be_exported_and_copied_and_a_copy_be_tried(tmp_path, run, 
     assert (code, planned["pages"], planned["dry_run"]) == (0, n_yours, True)
     assert not Path("other").exists()
     assert as_json("copy", both, "other", "--salt", "yours")[1]["pages"] == n_yours
+    assert "there is no tenant 'nobody'" in run("copy", both, "third", "--salt", "nobody")[2]
 
 
 @pytest.mark.parametrize(

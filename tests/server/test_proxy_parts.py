@@ -35,7 +35,7 @@ from prefixstore.server.prompts import (
 from prefixstore.server.rates import Rates, Report, RequestUsage
 from prefixstore.server.refused import RefusedError
 from prefixstore.server.server_session import OnDamage, ServerSession, opened
-from prefixstore.server.serving import ServeSettings
+from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Plan, PoolSlot, Rows, SlotPool
@@ -83,6 +83,7 @@ def tokens(*values: int) -> Any:
         ("/v1/messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "media", False, False),
         ("/v1/responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "media", True, False),
         (CHAT, {"messages": [], "cache_prompt": False}, "cache_prompt", True, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, None, False, False),
         ("/v1/responses", {"input": "a"}, None, True, False),
         ("/v1/messages", {"messages": [], "max_tokens": 1, "thinking": {}, "speed": "fast"}, None, False, False),
         ("/v1/messages", {"messages": [], "steering": 1}, "unknown_field", False, True),
@@ -285,6 +286,12 @@ def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is
     assert weigh(pool, slot, P60, found=(30, 1000)).restore
     slot.tokens = tokens(*range(40))
     assert not weigh(pool, slot, P60, found=(30, 1000)).restore
+
+
+def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
+    assert weigh(pool, pool.slots[0], P60, found=(40, 10_000)).restore
+    assert not weigh(pool, pool.slots[0], P60, found=(40, 50_000)).restore
 
 
 def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
@@ -651,6 +658,7 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     command = ServerCommand(given, {"LLAMA_API_KEY": "one,other"}, tmp_path)
     assert command.environ["LLAMA_API_KEY"] == f"{command.key},theirs,one,other"
     assert command.argv()[:4] == ["llama-server", "--api-key-file", "file", "--host"]
+    assert command.key not in command.argv()
 
 
 def test_no_connection_to_the_server_is_used_twice(tmp_path: Path):
@@ -717,6 +725,18 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
     asyncio.run(scene())
     assert was_in_time == [True]
+
+
+def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
+    async def watch() -> None:
+        raise AttributeError("an answer in another form")
+
+    async def scene() -> Exception | None:
+        watching = asyncio.create_task(watch())
+        await asyncio.wait({watching})
+        return failure_of(watching)
+
+    assert "AttributeError" in str(asyncio.run(scene()))
 
 
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):

@@ -150,8 +150,8 @@ def test_a_job_stops_when_the_store_is_full_and_reports_what_is_not_stored(llama
 def test_prompts_too_short_to_store_are_counted_and_matches_too_short_to_restore_are_missing(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
-        report = warm(llm, store, [[5] * 15, [6] * 10 + [7] * 30])
-        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 40, 40, ())
+        report = warm(llm, store, [[5] * 15, [9] * 16, [6] * 10 + [7] * 30])
+        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 56, 56, ())
         llm.reset()
         expected = estimate(llm, store, [[6] * 10 + [8] * 30])
         report = warm(llm, store, [[6] * 10 + [8] * 30])
